@@ -1,0 +1,36 @@
+# `make demo` trains a model, `make test` checks everything that takes seconds; both install what they need into .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN ?= runs/demo
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-slow check
+
+demo: .venv/train.stamp
+	$(BIN)/python -m aft train bytes-tiny --out "$(RUN)" --overwrite
+	$(BIN)/python -m aft evaluate "$(RUN)"
+	$(BIN)/python -m aft generate "$(RUN)" --prompt "def " --max-new-tokens 400
+
+test: .venv/test.stamp check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/test.stamp
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyrefly check
+
+# One stamp for each set of extras; the set for tests contains the one for training.
+.venv/%.stamp: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	touch "$@"
+
+.venv/bin/python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "attention-free needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip' || \
+		{ echo "this Python cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	"$(PYTHON)" -m venv .venv

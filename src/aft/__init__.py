@@ -1,0 +1,31 @@
+"""The Attention Free Transformer (arXiv 2105.14103): operations, layers and models.
+
+Names are loaded when first used, so that importing the package costs nothing: ``aft.AFTFull`` needs torch,
+``aft.AFTForCausalLM`` the extra ``models``.
+"""
+
+from importlib import import_module, metadata
+from typing import Any
+
+__version__ = metadata.version("attention-free")
+
+_HOMES = {
+    "aft.ops": ("AFTState", "aft_conv", "aft_full", "aft_local", "aft_simple", "available_impls"),
+    "aft.layers": ("AFTConv1d", "AFTConv2d", "AFTFull", "AFTLocal", "AFTSimple"),
+    "aft.models": ("AFTConfig", "AFTForCausalLM", "AFTModel"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(import_module(_HOME_OF[name]), name)
+    if f"aft.{name}" in _HOMES:
+        return import_module(f"aft.{name}")
+    raise AttributeError(f"module 'aft' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,98 @@
+"""AFT-conv as layers, over sequences and over grids: a kernel of position biases for each head."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aft.layers.base import AFTLayer, check_positive
+from aft.ops.functional import conv_problem
+from aft.ops.spec import Problem
+
+
+class _AFTConv(AFTLayer):
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        kernel_size: int | tuple[int, int],
+        *,
+        reparameterize: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        super().__init__(embed_dim, num_heads, key_channels=num_heads, device=device, dtype=dtype, **options)
+        sizes = (kernel_size,) * self._space if isinstance(kernel_size, int) else tuple(kernel_size)
+        name = type(self).__name__
+        if len(sizes) != self._space:
+            raise ValueError(f"{name}: kernel_size must be {self._space} ints, got {kernel_size}")
+        for size in sizes:
+            check_positive(name, "kernel_size", size)
+        self.kernel_size, self.reparameterize = sizes, reparameterize
+        self.kernel = nn.Parameter(torch.empty(num_heads, *sizes, device=device, dtype=dtype))
+        if reparameterize:
+            self.kernel_gain = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+            self.kernel_shift = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.reparameterize:
+            nn.init.normal_(self.kernel)
+            nn.init.zeros_(self.kernel_gain)
+            nn.init.zeros_(self.kernel_shift)
+        else:
+            nn.init.zeros_(self.kernel)
+
+    def position_kernel(self) -> Tensor:
+        """w, the kernel that the operation uses: [num_heads, *kernel_size], equation 8."""
+        if not self.reparameterize:
+            return self.kernel
+        flat = self.kernel.flatten(1)
+        centred = flat - flat.mean(1, keepdim=True)
+        variance = centred.square().mean(1, keepdim=True)
+        # A constant kernel (a single cell, say) has no shape to scale: its normal form is 0.
+        normal = centred * torch.rsqrt(variance.masked_fill(variance == 0, 1.0))
+        return (self.kernel_gain[:, None] * normal + self.kernel_shift[:, None]).view_as(self.kernel)
+
+    def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:
+        return conv_problem(q, k, v, self.position_kernel(), causal, key_padding_mask, attn_mask)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, num_heads={self.num_heads}, kernel_size={self.kernel_size}"
+
+
+class AFTConv1d(_AFTConv):
+    r"""AFT-conv over a sequence (equation 6): a position bias for each distance, a kernel for each head.
+
+    Symbol        attribute                        shape
+    W^Q, W^V      q_proj, v_proj                   [embed_dim, embed_dim]
+    W^K           k_proj                           [num_heads, embed_dim], one channel a head
+    w (eq. 8)     kernel                           [num_heads, kernel_size]
+    gamma, beta   kernel_gain, kernel_shift        [num_heads]
+
+    The bias is gamma (w - mean w) / std w + beta inside the kernel and 0 outside it: every position is seen.
+    Where the kernel lies, causal and not, says `aft.ops.aft_conv`. Any length goes in.
+
+    Initial values: gamma = beta = 0 as in the paper, so that the layer starts as AFT-simple. It leaves open w
+    (N(0, 1) here), the epsilon beside std (none here; a constant kernel counts as 0), std itself (over all
+    cells, biased) and the projections (see `reset_parameters`). ``reparameterize=False`` learns w itself,
+    from zeros. Other arguments as `AFTFull`.
+
+    Time O(T kernel_size D) a call, memory O((T + S) D).
+    """
+
+    _space = 1
+
+
+class AFTConv2d(_AFTConv):
+    r"""AFT-conv over a grid: `AFTConv1d` with kernels [num_heads, Ky, Kx] and inputs [B, Y, X, embed_dim].
+
+    ``kernel_size`` is an int or a pair. Any grid goes in, also one smaller than the kernel, and another one
+    than the layer was trained on. ``key_padding_mask`` is [B, Y, X], ``attn_mask`` is over Y X positions.
+
+    Time O(Y X Ky Kx D) a call, memory O(Y X D).
+    """
+
+    _space = 2

@@ -1,0 +1,204 @@
+"""A causal language model over bytes, native to Transformers: the paper's block around any mixer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutput
+
+from aft.layers import AFTConv1d, AFTFull, AFTLocal, AFTSimple
+from aft.models.configuration import AFTConfig
+
+
+class CausalSelfAttention(nn.Module):
+    """Scaled dot-product attention with ``num_heads`` heads, the baseline: [B, T, D] to [B, T, D], O(T^2 D)."""
+
+    def __init__(self, embed_dim: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        q, k, v = (
+            project(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+def make_mixer(config: AFTConfig) -> nn.Module:
+    """The causal layer that ``config.mixer`` names."""
+    d, T = config.hidden_size, config.max_position_embeddings
+    match config.mixer:
+        case "full":
+            return AFTFull(d, T, bias_rank=config.bias_rank, causal=True)
+        case "simple":
+            return AFTSimple(d, causal=True)
+        case "local":
+            return AFTLocal(d, T, config.window_size, bias_rank=config.bias_rank, causal=True)
+        case "conv":
+            return AFTConv1d(d, config.num_attention_heads, config.kernel_size, causal=True)
+        case "attention":
+            return CausalSelfAttention(d, config.num_attention_heads)
+    raise ValueError(f"mixer must be one of full, simple, local, conv, attention; got {config.mixer!r}")
+
+
+class AFTBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)): the paper's block, as in ImageGPT."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__()
+        d = config.hidden_size
+        self.mixer_norm = nn.LayerNorm(d)
+        self.mixer = make_mixer(config)
+        self.mlp_norm = nn.LayerNorm(d)
+        self.mlp_in = nn.Linear(d, config.intermediate_size)
+        self.mlp_out = nn.Linear(config.intermediate_size, d)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.mixer(self.mixer_norm(x))[0])
+        hidden = nn.functional.gelu(self.mlp_in(self.mlp_norm(x)))
+        return x + self.dropout(self.mlp_out(hidden))
+
+
+class AFTPreTrainedModel(PreTrainedModel):
+    """Initial values, and what Transformers needs to know of the family."""
+
+    config: AFTConfig
+    config_class = AFTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AFTBlock"]  # noqa: RUF012 (Transformers reads a list)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights, zero biases; what feeds the residual stream starts smaller, as in GPT-2."""
+        super()._init_weights(module)
+        match module:
+            case AFTBlock():
+                std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
+                init.normal_(module.mixer.out_proj.weight, std=std)
+                init.normal_(module.mlp_out.weight, std=std)
+            case AFTFull():
+                if module.position_bias is not None:
+                    init.zeros_(module.position_bias)
+                else:
+                    init.normal_(module.position_bias_u, std=0.01)
+                    init.normal_(module.position_bias_v, std=0.01)
+            case AFTConv1d():
+                init.normal_(module.kernel)
+                init.zeros_(module.kernel_gain)
+                init.zeros_(module.kernel_shift)
+
+
+class AFTModel(AFTPreTrainedModel):
+    """Embeddings and blocks: tokens [B, T] to hidden states [B, T, D]."""
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(AFTBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Hidden states [B, T, D] of tokens [B, T] or of their embeddings [B, T, D].
+
+        ``attention_mask`` [B, T] is 0 at padding, which is taken out before the layers run, so that padding
+        on any side changes neither positions nor results; hidden states at padding have no meaning.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids [B, T] or inputs_embeds [B, T, D]")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x.shape[:2]
+        longest = self.config.max_position_embeddings
+        if T > longest:
+            raise ValueError(f"the model's positions end at {longest}, got a sequence of {T}")
+        order = None
+        if attention_mask is not None:
+            if attention_mask.shape != (B, T):
+                raise ValueError(
+                    f"attention_mask must be [B, T] = ({B}, {T}), got {tuple(attention_mask.shape)}"
+                )
+            # Causal layers do not see what comes later: with padding moved to the end no mask is needed.
+            order = attention_mask.eq(0).to(torch.int8).argsort(1, stable=True)[..., None]
+            x = x.gather(1, order.expand_as(x))
+        x = self.dropout(x + self.embed_positions.weight[:T])
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return x if order is None else torch.empty_like(x).scatter(1, order.expand_as(x), x)
+
+
+class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
+    """`AFTModel` with a linear head that predicts the next token.
+
+    ``generate`` runs the whole context again for each token, and past ``max_position_embeddings`` slides over
+    the last that many tokens.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: AFTConfig):
+        super().__init__(config)
+        self.model = AFTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Logits [B, T, vocab_size], and the mean loss in nats a token where labels are given.
+
+        ``labels`` [B, T] are shifted here (position t predicts label t + 1), ``shift_labels`` [B, T] are not
+        (position t predicts label t); -100 is not counted. ``logits_to_keep`` n > 0: only the last n positions.
+        """
+        hidden = self.model(input_ids, attention_mask, inputs_embeds)
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits, labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
+            )
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> dict[str, Any]:
+        longest = self.config.max_position_embeddings
+        mask = None if attention_mask is None else attention_mask[:, -longest:]
+        return {"input_ids": input_ids[:, -longest:], "attention_mask": mask, "logits_to_keep": 1}
+
+
+AutoConfig.register("aft", AFTConfig, exist_ok=True)
+AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)

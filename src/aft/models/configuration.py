@@ -1,0 +1,83 @@
+"""What an AFT language model is made of, as a Transformers configuration."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+MIXERS = ("full", "simple", "local", "conv", "attention")
+
+
+@strict
+class AFTConfig(PreTrainedConfig):
+    r"""Configuration of `AFTForCausalLM`.
+
+    Args:
+        vocab_size: symbols; 256 for bytes.
+        hidden_size: d, channels.
+        num_hidden_layers: L, blocks.
+        intermediate_size: channels inside the MLP; 4 d where left out, as in the paper.
+        max_position_embeddings: T, the longest context in positions.
+        mixer: what mixes positions: "full", "simple", "local" or "conv" (the paper's four), or "attention"
+            (scaled dot product), the baseline.
+        num_attention_heads: heads of "conv" and "attention"; the other mixers have one.
+        window_size: s of "local": the bias counts where \|t - s\| < window_size.
+        kernel_size: s of "conv".
+        bias_rank: d', rank of the position bias of "full" and "local"; None for a dense table.
+        dropout: probability, on embeddings and on what each mixer and MLP adds.
+        initializer_range: standard deviation of linear and embedding weights.
+        tie_word_embeddings: whether the head shares the token embedding's weights.
+        alphabet: where the vocabulary is not all bytes: token i is byte alphabet[i].
+    """
+
+    model_type = "aft"
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    intermediate_size: int | None = None
+    max_position_embeddings: int = 1024
+    mixer: str = "local"
+    num_attention_heads: int = 8
+    window_size: int = 32
+    kernel_size: int = 32
+    bias_rank: int | None = None
+    dropout: float | int = 0.0
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    alphabet: list[int] | None = None
+    use_cache: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Called by ``strict``: raises ValueError that names the field, what came and what was expected."""
+        if self.mixer not in MIXERS:
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {self.mixer!r}")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "max_position_embeddings",
+            "num_attention_heads",
+        )
+        for name in (*sizes, "window_size", "kernel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.bias_rank is not None and self.bias_rank < 1:
+            raise ValueError(f"bias_rank must be at least 1, or None for a dense table; got {self.bias_rank}")
+        if self.mixer in ("conv", "attention") and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads, "
+                f"got {self.hidden_size} and {self.num_attention_heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout}")
+        if self.alphabet is not None and len(self.alphabet) != self.vocab_size:
+            raise ValueError(
+                f"alphabet must hold vocab_size = {self.vocab_size} bytes, got {len(self.alphabet)}"
+            )

@@ -1,0 +1,378 @@
+"""The four operations of the Attention Free Transformer. Read this file first.
+
+Each function validates its arguments, states the problem in the common form of `aft.ops.spec`, chooses an
+implementation and applies the query gate. Layout: queries [B, T, D], keys and values [B, S, D], where T and
+S are lengths of time, in positions. Results are exact for finite input: no epsilon, no overflow, a query
+with nothing to see gives zeros (see the numerics contract in the README).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aft.ops import eager, reference
+from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem
+
+PositionBias = Tensor | tuple[Tensor, Tensor]
+QueryGate = Callable[[Tensor], Tensor]
+
+IMPLEMENTATIONS = {"reference": reference.mean, "eager": eager.mean}
+
+
+def available_impls() -> dict[str, str | None]:
+    """Each ``impl`` by name: None where it can run here, else the reason why not."""
+    return dict.fromkeys(IMPLEMENTATIONS)
+
+
+def aft_full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: PositionBias,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    query_gate: QueryGate | None = torch.sigmoid,
+    impl: str = "auto",
+) -> Tensor:
+    r"""AFT-full, equation 2 of the paper:
+
+    y_t = gate(q_t) * sum_s exp(k_s + w_ts) * v_s / sum_s exp(k_s + w_ts), elementwise over D.
+
+    Args:
+        q: queries [B, T, D]; only the gate reads them.
+        k, v: keys and values [B, S, D].
+        position_bias: w, a table [T, S], one for each sequence [B, T, S], or a low-rank pair
+            (u [T, R], v [S, R]) with w = u v^T (equation 7), of which no table is ever built. -inf hides
+            that key from that query.
+        causal: query t sees the keys s <= t only.
+        key_padding_mask: bool [B, S], True where a key is to be ignored.
+        attn_mask: bool [T, S] or [B, T, S], True where the query must not see the key.
+        query_gate: any elementwise function of q in float32 or wider, or None for no gate.
+        impl: "eager", "reference", or "auto", which chooses.
+
+    Returns:
+        [B, T, D] in the dtype of ``v``.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong shape or dtype; the message names both sides.
+
+    Time O(T S D), memory O((T + S) D) beyond inputs and outputs, forward and backward.
+    """
+    problem = full_problem(q, k, v, position_bias, causal, key_padding_mask, attn_mask)
+    return gated_mean(problem, q, query_gate, impl)
+
+
+def aft_simple(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    query_gate: QueryGate | None = torch.sigmoid,
+    impl: str = "auto",
+) -> Tensor:
+    r"""AFT-simple, equation 5: no position bias, so each channel is a softmax over time.
+
+    y_t = gate(q_t) * sum_s exp(k_s) * v_s / sum_s exp(k_s). Arguments, result and errors as `aft_full`.
+
+    Time and memory O((T + S) D); with an ``attn_mask`` time is O(T S D).
+    """
+    problem = simple_problem(q, k, v, causal, key_padding_mask, attn_mask)
+    return gated_mean(problem, q, query_gate, impl)
+
+
+def aft_local(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: PositionBias,
+    window_size: int,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    query_gate: QueryGate | None = torch.sigmoid,
+    impl: str = "auto",
+) -> Tensor:
+    r"""AFT-local, equation 4: the bias counts where \|t - s\| < window_size and is 0, not -inf, elsewhere.
+
+    Every key is still seen. ``position_bias`` as in `aft_full`; what it holds outside the window is never
+    read. ``window_size`` 1 keeps the diagonal; from max(T, S) on this is AFT-full.
+
+    Time O(T window_size D), memory O((T + S) D); with an ``attn_mask`` time is O(T S D).
+    """
+    problem = local_problem(q, k, v, position_bias, window_size, causal, key_padding_mask, attn_mask)
+    return gated_mean(problem, q, query_gate, impl)
+
+
+def aft_conv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    *,
+    causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    query_gate: QueryGate | None = torch.sigmoid,
+    impl: str = "auto",
+) -> Tensor:
+    r"""AFT-conv, equation 6, over a sequence or over a grid: a position bias for each distance and head.
+
+    Head i of H has one channel of keys, D / H channels of values, and a kernel whose entry for the distance
+    from query to key is the bias inside the window; outside it is 0, and every key is still seen. That is
+    [conv(exp(k) v, exp(w) - 1) + sum exp(k) v] / [conv(exp(k), exp(w) - 1) + sum exp(k)] without the
+    cancellation that this form suffers when w is very negative.
+
+    Args:
+        q, v: [B, T, D] and [B, S, D]; on a grid [B, Y, X, D], where keys and values may have a grid of
+            their own.
+        k: one channel of keys for each head: [B, S, H], on a grid [B, Y, X, H].
+        kernel: w, [H, K], on a grid [H, Ky, Kx]. It is laid over the sequence as ``conv1d(padding="same")``
+            and ``conv2d(padding="same")`` lay theirs, cell (K - 1) // 2 on the query; a causal kernel over a
+            sequence has its last cell on the query. Over a grid, causal means raster order, the kernel stays
+            centred, and what it holds for later cells is never read.
+        key_padding_mask: bool [B, S], on a grid [B, Y, X].
+        attn_mask: as `aft_full`, over flattened positions on a grid.
+
+    Other arguments, result and errors as `aft_full`. Time O(T K D) (on a grid Y X Ky X D), memory
+    O((T + S) D); with an ``attn_mask`` time is O(T S D).
+    """
+    problem = conv_problem(q, k, v, kernel, causal, key_padding_mask, attn_mask)
+    return gated_mean(problem, q.flatten(1, -2), query_gate, impl).reshape(q.shape)
+
+
+def gated_mean(problem: Problem, q: Tensor, query_gate: QueryGate | None, impl: str) -> Tensor:
+    """Solves the problem with the chosen implementation and gates it by q [B, T, D]: [B, T, D]."""
+    chosen = "eager" if impl == "auto" else impl
+    if chosen not in IMPLEMENTATIONS:
+        known = ", ".join(repr(x) for x in ("auto", *IMPLEMENTATIONS))
+        raise ValueError(f"impl must be one of {known}, got {impl!r}")
+    mean = IMPLEMENTATIONS[chosen](problem)
+    dtype = problem.values.dtype
+    if query_gate is None:
+        return mean.to(dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        gate = query_gate(q.to(torch.promote_types(q.dtype, torch.float32)))
+        return (gate * mean).to(dtype)
+
+
+def full_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: PositionBias,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Problem:
+    """The validated arguments of `aft_full`."""
+    return _sequence_problem("aft_full", q, k, v, position_bias, None, causal, key_padding_mask, attn_mask)
+
+
+def simple_problem(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> Problem:
+    """The validated arguments of `aft_simple`."""
+    return _sequence_problem("aft_simple", q, k, v, None, None, causal, key_padding_mask, attn_mask)
+
+
+def local_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: PositionBias,
+    window_size: int,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Problem:
+    """The validated arguments of `aft_local`."""
+    name = "aft_local"
+    if isinstance(window_size, bool) or not isinstance(window_size, int):
+        raise TypeError(f"{name}: window_size must be an int, got {type(window_size).__name__}")
+    if window_size < 1:
+        raise ValueError(f"{name}: window_size must be at least 1, got {window_size}")
+    return _sequence_problem(name, q, k, v, position_bias, window_size, causal, key_padding_mask, attn_mask)
+
+
+def conv_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Problem:
+    """The validated arguments of `aft_conv`, positions flattened."""
+    name = "aft_conv"
+    if kernel.ndim not in (2, 3):
+        raise ValueError(f"{name}: kernel must be [H, K] or [H, Ky, Kx], got {_shape(kernel)}")
+    _check_floating(name, q=q, k=k, v=v, kernel=kernel)
+    space = kernel.ndim - 1
+    layout = "[B, T, D]" if space == 1 else "[B, Y, X, D]"
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != space + 2:
+            raise ValueError(
+                f"{name}: {label} must be {layout} for a kernel {_shape(kernel)}, got {_shape(x)}"
+            )
+    heads = kernel.shape[0]
+    if k.shape[-1] != heads:
+        raise ValueError(
+            f"{name}: k must have one channel a head, {heads} for a kernel {_shape(kernel)}, got k {_shape(k)}"
+        )
+    if 0 in kernel.shape or v.shape[-1] % heads:
+        raise ValueError(
+            f"{name}: the channels of v must be a multiple of the kernel's heads and no kernel may be empty, "
+            f"got v {_shape(v)} and kernel {_shape(kernel)}"
+        )
+    if k.shape[:-1] != v.shape[:-1] or q.shape[0] != v.shape[0] or q.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"{name}: q {layout}, k and v must agree in batch, k and v in positions, q and v in channels; "
+            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+        )
+    query_grid, key_grid = _grid(q), _grid(v)
+    if space == 2 and causal and query_grid[1] != key_grid[1]:
+        raise ValueError(
+            f"{name}: causal over a grid needs rows of one width, got q {_shape(q)} and v {_shape(v)}"
+        )
+    if key_padding_mask is not None and space == 2:
+        if key_padding_mask.shape != k.shape[:-1]:
+            raise ValueError(
+                f"{name}: key_padding_mask must be {tuple(k.shape[:-1])} as k {_shape(k)}, "
+                f"got {_shape(key_padding_mask)}"
+            )
+        key_padding_mask = key_padding_mask.flatten(1)
+    planar = kernel[:, None] if space == 1 else kernel
+    height, width = planar.shape[1:]
+    anchor = (0, width - 1) if space == 1 and causal else ((height - 1) // 2, (width - 1) // 2)
+    bias = KernelBias(planar, query_grid, key_grid, anchor)
+    flat = (x.flatten(1, -2) for x in (q, k, v))
+    return _problem(name, *flat, bias, None, causal, key_padding_mask, attn_mask)
+
+
+def _sequence_problem(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: PositionBias | None,
+    window_size: int | None,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Problem:
+    """q [B, T, D] and k, v [B, S, D], which must fit each other and the bias."""
+    _check_floating(name, q=q, k=k, v=v)
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(
+                f"{name}: {label} must be [B, {'T' if label == 'q' else 'S'}, D], got {_shape(x)}"
+            )
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"{name}: q must be [B, T, D] and k, v [B, S, D] with the same B and D, "
+            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
+        )
+    bias: Bias = None
+    if position_bias is not None or name != "aft_simple":
+        bias = _position_bias(name, position_bias, q.shape[0], q.shape[1], k.shape[1])
+    return _problem(name, q, k, v, bias, window_size, causal, key_padding_mask, attn_mask)
+
+
+def _problem(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias,
+    window_size: int | None,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Problem:
+    B, T, S = q.shape[0], q.shape[1], k.shape[1]
+    _check_mask(name, "key_padding_mask", key_padding_mask, [("[B, S]", (B, S))])
+    _check_mask(name, "attn_mask", attn_mask, [("[T, S]", (T, S)), ("[B, T, S]", (B, T, S))])
+    tensors = [q, k, v, *_tensors(bias), *(m for m in (key_padding_mask, attn_mask) if m is not None)]
+    devices = {x.device for x in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{name}: all tensors must be on one device, got {sorted(map(str, devices))}")
+    return Problem(k, v, T, bias, window_size, bool(causal), key_padding_mask, attn_mask)
+
+
+def _position_bias(name: str, position_bias: object, B: int, T: int, S: int) -> Bias:
+    if isinstance(position_bias, Tensor):
+        _check_floating(name, position_bias=position_bias)
+        if position_bias.shape not in ((T, S), (B, T, S)):
+            raise ValueError(
+                f"{name}: position_bias must be [T, S] = ({T}, {S}) or [B, T, S] = ({B}, {T}, {S}), "
+                f"got {_shape(position_bias)}"
+            )
+        return DenseBias(position_bias)
+    if not isinstance(position_bias, tuple | list) or len(position_bias) != 2:
+        raise TypeError(
+            f"{name}: position_bias must be a tensor or a pair (u [T, R], v [S, R]), "
+            f"got {type(position_bias).__name__}"
+        )
+    left, right = position_bias
+    _check_floating(name, **{"position_bias[0]": left, "position_bias[1]": right})
+    if (
+        left.ndim != 2
+        or right.ndim != 2
+        or (left.shape[0], right.shape[0]) != (T, S)
+        or left.shape[1] != right.shape[1]
+    ):
+        raise ValueError(
+            f"{name}: a low-rank position_bias must be (u [T, R], v [S, R]) with T = {T}, S = {S} and one R, "
+            f"got {_shape(left)} and {_shape(right)}"
+        )
+    return LowRankBias(left, right)
+
+
+def _tensors(bias: Bias) -> list[Tensor]:
+    match bias:
+        case DenseBias(table):
+            return [table]
+        case LowRankBias(left, right):
+            return [left, right]
+        case KernelBias():
+            return [bias.kernel]
+        case None:
+            return []
+
+
+def _check_floating(name: str, **tensors: Tensor) -> None:
+    for label, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: {label} must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: {label} must be of a floating-point dtype, got {x.dtype}")
+
+
+def _check_mask(
+    name: str, label: str, mask: Tensor | None, shapes: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    if mask is None:
+        return
+    expected = " or ".join(f"{letters} = {shape}" for letters, shape in shapes)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name}: {label} must be a bool tensor {expected}, True = hidden; got {got}")
+    if tuple(mask.shape) not in [shape for _, shape in shapes]:
+        raise ValueError(f"{name}: {label} must be {expected}, got {_shape(mask)}")
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    """(rows, columns) of [B, T, D] (one row) or [B, Y, X, D]."""
+    return (1, x.shape[1]) if x.ndim == 3 else (x.shape[1], x.shape[2])
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))

@@ -1,0 +1,90 @@
+"""The specification: the paper's sums, literally, in float64, by plain differentiable PyTorch.
+
+O(B T S D) time and memory. Every other implementation is tested against this one, which itself is tested
+against a loop over the equations. It differentiates twice and under every ``torch.func`` transform.
+"""
+
+import torch
+from torch import Tensor
+
+from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem
+
+
+def mean(problem: Problem) -> Tensor:
+    """The weighted mean of the values, [B, T, D] in float64: equations 2 and 4 to 6 before the query gate."""
+    with torch.autocast(problem.keys.device.type, enabled=False):
+        values = problem.values.double().unflatten(2, (problem.keys.shape[2], problem.head_channels))
+        if problem.key_padding_mask is not None:
+            values = values.masked_fill(problem.key_padding_mask[:, :, None, None], 0.0)
+        return torch.einsum("btsh,bshp->bthp", weights(problem), values).flatten(2)
+
+
+def weights(problem: Problem) -> Tensor:
+    """The implicit attention of equation 3 without its gate, [B, T, S, H] in float64.
+
+    Row t of channel h sums to 1 over the keys, or to 0 where the query has nothing to see.
+    """
+    with torch.autocast(problem.keys.device.type, enabled=False):
+        keys = problem.keys.double()
+        if problem.key_padding_mask is not None:
+            keys = keys.masked_fill(problem.key_padding_mask[:, :, None], 0.0)
+        exponent = (keys[:, None] + _bias(problem)).masked_fill(_hidden(problem), -torch.inf)
+        if exponent.shape[2] == 0:
+            return exponent
+        # softmax over an empty set is 0 / 0; its entries are replaced before and after.
+        empty = torch.isneginf(exponent).all(2, keepdim=True)
+        return torch.softmax(exponent.masked_fill(empty, 0.0), 2).masked_fill(empty, 0.0)
+
+
+def _bias(problem: Problem) -> Tensor:
+    """w as a table that broadcasts to [B, T, S, H], float64."""
+    T, S = problem.target_length, problem.keys.shape[1]
+    match problem.bias:
+        case None:
+            return problem.keys.new_zeros(1, T, S, 1, dtype=torch.float64)
+        case DenseBias(table):
+            table = table.double().reshape(-1, T, S, 1)
+        case LowRankBias(left, right):
+            table = (left.double() @ right.double().T)[None, :, :, None]
+        case KernelBias():
+            return _kernel_table(problem.bias).double()
+    if problem.window_size is None:
+        return table
+    time = torch.arange(max(T, S), device=table.device)
+    inside = (time[:T, None] - time[None, :S]).abs() < problem.window_size
+    return torch.where(inside[None, :, :, None], table, 0.0)
+
+
+def _kernel_table(bias: KernelBias) -> Tensor:
+    """[1, T, S, H]: the kernel's entry for each pair of cells, 0 for pairs outside the window."""
+    kernel = bias.kernel
+    height, width = kernel.shape[1:]
+    row = _coordinates(bias, 0, kernel.device)
+    column = _coordinates(bias, 1, kernel.device)
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    entry = kernel[:, row.clamp(0, height - 1), column.clamp(0, width - 1)]
+    return torch.where(inside, entry, 0.0).movedim(0, 2)[None]
+
+
+def _coordinates(bias: KernelBias, axis: int, device: torch.device) -> Tensor:
+    """[T, S]: which row (axis 0) or column (axis 1) of the kernel lies on key s when it is centred on query t."""
+
+    def along(grid: tuple[int, int]) -> Tensor:
+        cell = torch.arange(grid[0] * grid[1], device=device)
+        return cell // grid[1] if axis == 0 else cell % grid[1]
+
+    return along(bias.key_grid)[None, :] - along(bias.query_grid)[:, None] + bias.anchor[axis]
+
+
+def _hidden(problem: Problem) -> Tensor:
+    """Broadcasts to [B, T, S, H]: True where the query must not see the key, absent (-inf) keys included."""
+    T, S = problem.target_length, problem.keys.shape[1]
+    hidden = torch.isneginf(problem.keys)[:, None]
+    if problem.causal:
+        time = torch.arange(max(T, S), device=problem.keys.device)
+        hidden = hidden | (time[None, :S] > time[:T, None])[None, :, :, None]
+    if problem.key_padding_mask is not None:
+        hidden = hidden | problem.key_padding_mask[:, None, :, None]
+    if problem.attn_mask is not None:
+        hidden = hidden | problem.attn_mask.reshape(-1, T, S)[..., None]
+    return hidden
