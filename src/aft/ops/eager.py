@@ -242,27 +242,39 @@ def _sums(factors: _Factors, values: Tensor) -> AFTState:
 
 def _forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, Tensor]:
     """mean [G, T, N, P] and the log of its denominator [G, T, N] in float64 (-inf: nothing to see)."""
-    G, _, N = keys.shape
-    P = values.shape[-1]
-    total = AFTState(
-        keys.new_zeros(G, T, N, P),
-        keys.new_zeros(G, T, N),
-        torch.full((G, T, N), -torch.inf, dtype=torch.float64, device=keys.device),
-    )
-    for blocks in _affordable(plan, G, N * (P + 1)):
-        factors = _factor(source.read(blocks), _columns(keys, blocks), blocks.triangular)
-        sums = _sums(factors, _columns(values, blocks))
-        rows = AFTState(*(_rows(x, blocks) for x in total))
-        joined = sums if blocks.fresh else combine(rows, sums)
-        for whole, part in zip(rows, joined, strict=True):
-            whole.copy_(part)
+    total = _block_sums(keys, values, source, plan, T)
     if plan.far is not None:
-        joined = combine(total, _far_sums(keys, values, plan.far, T))
-        total = joined
+        total = combine(total, _far_sums(keys, values, plan.far, T))
     seen = total.den > 0
     result = total.num / torch.where(seen, total.den, 1.0)[..., None]
     logsum = torch.where(seen, total.max + torch.log(total.den.double()), -torch.inf)
     return result, logsum
+
+
+def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> AFTState:
+    """For each query, the sums over the keys in the plan's blocks: num [G, T, N, P], den and max [G, T, N]."""
+    G, _, N = keys.shape
+    P = values.shape[-1]
+    total = None
+    for blocks in _affordable(plan, G, N * (P + 1)):
+        factors = _factor(source.read(blocks), _columns(keys, blocks), blocks.triangular)
+        sums = _sums(factors, _columns(values, blocks))
+        if blocks.count == 1 and blocks.rows == T and blocks.fresh:
+            total = AFTState(*(x.squeeze(1) for x in sums))  # a short sequence is one block: nothing to join
+            continue
+        total = _empty_state(keys, G, T, N, P) if total is None else total
+        rows = AFTState(*(_rows(x, blocks) for x in total))
+        for whole, part in zip(rows, sums if blocks.fresh else combine(rows, sums), strict=True):
+            whole.copy_(part)
+    return _empty_state(keys, G, T, N, P) if total is None else total
+
+
+def _empty_state(like: Tensor, G: int, T: int, N: int, P: int) -> AFTState:
+    return AFTState(
+        like.new_zeros(G, T, N, P),
+        like.new_zeros(G, T, N),
+        torch.full((G, T, N), -torch.inf, dtype=torch.float64, device=like.device),
+    )
 
 
 def _backward(
@@ -454,8 +466,10 @@ def _prepare(
     dtype = torch.promote_types(keys.dtype, values.dtype)
     dtype = torch.float64 if in_double else torch.promote_types(dtype, torch.float32)
     keys, values = keys.to(dtype), values.to(dtype)
-    # The value of an absent key is never read, so that not even a NaN there is.
-    values = values.masked_fill(torch.isneginf(keys)[..., None], 0.0)
+    absent = torch.isneginf(keys)
+    if absent.any():
+        # The value of an absent key is never read, so that not even a NaN there is.
+        values = values.masked_fill(absent[..., None], 0.0)
     S = keys.shape[1]
     source: BlockSource
     band: tuple[int, int] | None = None
@@ -490,7 +504,8 @@ def _is_extreme(*factors: Tensor) -> bool:
     size = 1.0
     for x in factors:
         if x.numel() and x.dtype != torch.float64:
-            size *= max(1.0, float(x.detach().abs().amax()))
+            low, high = x.detach().aminmax()
+            size *= max(1.0, -float(low), float(high))
     return size > LARGE
 
 
@@ -516,9 +531,9 @@ def _spread_along(x: Tensor, dim: int) -> float:
     """The largest distance between two finite entries along ``dim``."""
     if x.numel() == 0:
         return 0.0
-    top = x.amax(dim, keepdim=True)
-    if not torch.isneginf(x).any():
-        return float((top - x.amin(dim, keepdim=True)).amax())
+    low, top = x.aminmax(dim=dim, keepdim=True)
+    if not torch.isneginf(low).any():
+        return float((top - low).amax())
     return float(
         (top - torch.where(torch.isneginf(x), top, x).amin(dim, keepdim=True)).nan_to_num(0.0).amax()
     )

@@ -43,7 +43,7 @@ def _bias(problem: Problem) -> Tensor:
         case None:
             return problem.keys.new_zeros(1, T, S, 1, dtype=torch.float64)
         case DenseBias(table):
-            table = table.double().reshape(-1, T, S, 1)
+            table = (table if table.ndim == 3 else table[None]).double()[..., None]
         case LowRankBias(left, right):
             table = (left.double() @ right.double().T)[None, :, :, None]
         case KernelBias():
@@ -86,5 +86,6 @@ def _hidden(problem: Problem) -> Tensor:
     if problem.key_padding_mask is not None:
         hidden = hidden | problem.key_padding_mask[:, None, :, None]
     if problem.attn_mask is not None:
-        hidden = hidden | problem.attn_mask.reshape(-1, T, S)[..., None]
+        mask = problem.attn_mask
+        hidden = hidden | (mask if mask.ndim == 3 else mask[None])[..., None]
     return hidden

@@ -104,6 +104,8 @@ def banded_plan(T: int, S: int, causal: bool, behind: int, ahead: int) -> Plan:
         ]
         before.append(first)
         after.append(tiles if causal else last)
+    if not any(before) and all(bound == tiles for bound in after):
+        return Plan(_gather(squares), None)
     return Plan(_gather(squares), Far(tuple(before), tuple(after)))
 
 

@@ -1,0 +1,27 @@
+"""Settings of the test run."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Two threads at most, and none that spin against another process for the same core.
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+settings.register_profile("aft", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("aft")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """``torch.empty`` holds NaN while tests run, so that reading memory nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

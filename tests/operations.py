@@ -1,0 +1,218 @@
+"""The four operations as test subjects: random inputs at a scale, the call, and a loop over the paper's sums."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aft.ops import aft_conv, aft_full, aft_local, aft_simple
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation with settings; ``inputs`` are (q, k, v, bias tensors ...), all of them differentiable."""
+
+    name: str
+    call: Callable[..., Tensor]
+    bias: Callable[..., tuple[Tensor, ...]]
+    table: Callable[..., Tensor | None]
+    heads: int | None = None
+    settings: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, *inputs: Tensor, **options) -> Tensor:
+        return self.call(*inputs, **options)
+
+    def inputs(
+        self, B=2, T=8, S=None, D=4, key_scale=1.0, bias_scale=1.0, dtype=torch.float32, seed=0
+    ) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        S = T if S is None else S
+        q, k, v = normal(B, T, D), normal(B, S, self.heads or D) * key_scale, normal(B, S, D)
+        bias = self.bias(normal, B, T, S, bias_scale)
+        return tuple(x.to(dtype) for x in (q, k, v, *bias))
+
+
+def by_the_sums(
+    operation: Operation, *inputs: Tensor, causal=False, key_padding_mask=None, attn_mask=None
+) -> Tensor:
+    """Equations 2 and 4 to 6 by loops over sequences and queries, in float64.
+
+    The only liberty: each sum's exponents are taken relative to their largest, which changes no quotient.
+    """
+    q, k, v, *bias = (x.double() for x in inputs)
+    B, T, D = q.shape
+    S, H = k.shape[1:]
+    w = operation.table(T, S, causal, *bias)  # [B or 1, T, S, H or 1]
+    rows = []
+    for b in range(B):
+        for t in range(T):
+            exponent = k[b] + (w[b % w.shape[0], t] if w is not None else 0.0)
+            visible = torch.ones(S, dtype=torch.bool)
+            if causal:
+                visible &= torch.arange(S) <= t
+            if key_padding_mask is not None:
+                visible &= ~key_padding_mask[b]
+            if attn_mask is not None:
+                visible &= ~(attn_mask[t] if attn_mask.ndim == 2 else attn_mask[b, t])
+            exponent, values = exponent[visible].expand(-1, H), v[b][visible].unflatten(1, (H, D // H))
+            if not len(exponent):
+                rows.append(torch.zeros(D, dtype=torch.float64) * q[b, t])
+                continue
+            weight = torch.exp(exponent - exponent.detach().amax(0).clamp_min(torch.finfo(torch.float64).min))
+            denominator = weight.sum(0)
+            ratio = (weight[..., None] * values).sum(0) / torch.where(denominator > 0, denominator, 1.0)[
+                :, None
+            ]
+            rows.append(torch.sigmoid(q[b, t]) * ratio.flatten())
+    return torch.stack(rows).view(B, T, D) if rows else q * 0.0
+
+
+def _dense(normal, B, T, S, scale):
+    return (normal(T, S) * scale,)
+
+
+def _by_sequence(normal, B, T, S, scale):
+    return (normal(B, T, S) * scale,)
+
+
+def _low_rank(normal, B, T, S, scale):
+    return normal(T, 3) * scale**0.5, normal(S, 3) * scale**0.5
+
+
+def _distance(T, S):
+    return torch.arange(S)[None, :] - torch.arange(T)[:, None]
+
+
+def full(by_sequence=False) -> Operation:
+    return Operation(
+        "full, a table each" if by_sequence else "full",
+        aft_full,
+        _by_sequence if by_sequence else _dense,
+        lambda T, S, causal, w: w.reshape(-1, T, S, 1),
+    )
+
+
+def full_low_rank() -> Operation:
+    return Operation(
+        "full, low rank",
+        lambda q, k, v, a, b, **options: aft_full(q, k, v, (a, b), **options),
+        _low_rank,
+        lambda T, S, causal, a, b: (a @ b.T)[None, ..., None],
+    )
+
+
+def simple() -> Operation:
+    return Operation("simple", aft_simple, lambda *_: (), lambda T, S, causal: None)
+
+
+def local(window: int) -> Operation:
+    def table(T, S, causal, w):
+        return torch.where(_distance(T, S).abs() < window, w, 0.0).reshape(-1, T, S, 1)
+
+    return Operation(
+        f"local, window {window}",
+        lambda q, k, v, w, **options: aft_local(q, k, v, w, window, **options),
+        _dense,
+        table,
+        settings={"window": window},
+    )
+
+
+def local_low_rank(window: int) -> Operation:
+    def table(T, S, causal, a, b):
+        return torch.where(_distance(T, S).abs() < window, a @ b.T, 0.0)[None, ..., None]
+
+    return Operation(
+        f"local, low rank, window {window}",
+        lambda q, k, v, a, b, **options: aft_local(q, k, v, (a, b), window, **options),
+        _low_rank,
+        table,
+        settings={"window": window},
+    )
+
+
+def conv(size: int, heads: int = 2) -> Operation:
+    def table(T, S, causal, kernel):
+        cell = _distance(T, S) + (size - 1 if causal else (size - 1) // 2)
+        inside = (cell >= 0) & (cell < size)
+        return torch.where(inside, kernel[:, cell.clamp(0, size - 1)], 0.0).movedim(0, -1)[None]
+
+    return Operation(
+        f"conv, kernel {size}",
+        aft_conv,
+        lambda normal, B, T, S, scale: (normal(heads, size) * scale,),
+        table,
+        heads=heads,
+        settings={"size": size},
+    )
+
+
+def conv_grid(shape: tuple[int, int], size: tuple[int, int], heads: int = 2) -> Operation:
+    """AFT-conv over a grid, called on flattened positions so that it fits beside the others."""
+    Y, X = shape
+
+    def call(q, k, v, kernel, key_padding_mask=None, **options):
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unflatten(1, shape)
+        q, k, v = (x.unflatten(1, shape) for x in (q, k, v))
+        return aft_conv(q, k, v, kernel, key_padding_mask=key_padding_mask, **options).flatten(1, 2)
+
+    def table(T, S, causal, kernel):
+        w = torch.zeros(Y * X, Y * X, heads, dtype=kernel.dtype)
+        for t in range(Y * X):
+            for s in range(Y * X):
+                row = s // X - t // X + (size[0] - 1) // 2
+                column = s % X - t % X + (size[1] - 1) // 2
+                if 0 <= row < size[0] and 0 <= column < size[1]:
+                    w[t, s] = kernel[:, row, column]
+        return w[None]
+
+    return Operation(
+        f"conv, grid {Y} x {X}, kernel {size[0]} x {size[1]}",
+        call,
+        lambda normal, B, T, S, scale: (normal(heads, *size) * scale,),
+        table,
+        heads=heads,
+        settings={"T": Y * X},
+    )
+
+
+SEQUENCE_OPERATIONS = [
+    full(),
+    full(by_sequence=True),
+    full_low_rank(),
+    simple(),
+    local(1),
+    local(4),
+    local(5),
+    local(70),
+    local(5000),
+    local_low_rank(6),
+    conv(1),
+    conv(4),
+    conv(7),
+    conv(90),
+]
+GRID_OPERATIONS = [conv_grid((5, 7), (3, 3)), conv_grid((9, 8), (4, 5)), conv_grid((3, 2), (7, 7))]
+
+
+def relative_error(y: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    r"""\|y - reference\| / \|reference\| in the 2-norm, where ``floor`` is the least denominator."""
+    difference = (y.double() - reference.double()).norm().item()
+    size = max(reference.double().norm().item(), floor)
+    return difference / size if size else difference
+
+
+def gradients(operation: Operation, inputs: tuple[Tensor, ...], upstream: Tensor, **options):
+    """The output and the gradients of all inputs."""
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    y = operation(*inputs, **options)
+    return y.detach(), torch.autograd.grad((y * upstream).sum(), inputs)
