@@ -15,7 +15,6 @@ settings.load_profile("aft")
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(autouse=True)

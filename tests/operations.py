@@ -1,4 +1,4 @@
-"""The four operations as test subjects: random inputs at a scale, the call, and a loop over the paper's sums."""
+"""The four operations as test subjects: random inputs, the call, and a loop over the paper's sums."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+
+from aft.ops import aft_conv, aft_full, aft_local, aft_simple
 from operations import (
     GRID_OPERATIONS,
     SEQUENCE_OPERATIONS,
@@ -17,8 +19,6 @@ from operations import (
     relative_error,
     simple,
 )
-
-from aft.ops import aft_conv, aft_full, aft_local, aft_simple
 
 SCALES = [1.0, 10.0, 100.0, 1e4]
 ONE_OF_EACH = [full(), full_low_rank(), simple(), local(5), conv(4)]

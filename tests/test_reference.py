@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from operations import GRID_OPERATIONS, SEQUENCE_OPERATIONS, by_the_sums, gradients, relative_error
 
 from aft.ops import aft_full
+from operations import GRID_OPERATIONS, SEQUENCE_OPERATIONS, by_the_sums, gradients, relative_error
 
 
 @pytest.mark.parametrize("causal", [False, True])

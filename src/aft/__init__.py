@@ -16,7 +16,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOME_OF, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -163,7 +163,7 @@ class AFTLayer(nn.Module):
                 or x.shape[-1] != channels
             ):
                 raise ValueError(
-                    f"{name}: {label} must be [B, {grid}, {channels}] or [{grid}, {channels}] like the query, "
+                    f"{name}: {label} must be [B, {grid}, {channels}] or [{grid}, {channels}] as the query, "
                     f"got {label} {tuple(x.shape)} and query {tuple(query.shape)}"
                 )
 
@@ -172,7 +172,7 @@ class AFTLayer(nn.Module):
 
 
 def as_bool_mask(name: str, label: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> Tensor | None:
-    """A boolean mask, True = hidden, from a boolean one or from its 0 / -inf form; anything else is refused."""
+    """A boolean mask, True = hidden, from one or from its 0 / -inf form; anything else is refused."""
     if mask is None:
         return None
     expected = " or ".join(map(str, shapes))

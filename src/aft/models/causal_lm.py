@@ -14,7 +14,7 @@ from aft.models.configuration import AFTConfig
 
 
 class CausalSelfAttention(nn.Module):
-    """Scaled dot-product attention with ``num_heads`` heads, the baseline: [B, T, D] to [B, T, D], O(T^2 D)."""
+    """Scaled dot-product attention with ``num_heads`` heads, the baseline: [B, T, D], O(T^2 D)."""
 
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()
@@ -135,7 +135,7 @@ class AFTModel(AFTPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x.shape[:2]
         longest = self.config.max_position_embeddings
-        if T > longest:
+        if longest < T:
             raise ValueError(f"the model's positions end at {longest}, got a sequence of {T}")
         order = None
         if attention_mask is not None:
@@ -144,7 +144,7 @@ class AFTModel(AFTPreTrainedModel):
                     f"attention_mask must be [B, T] = ({B}, {T}), got {tuple(attention_mask.shape)}"
                 )
             # Causal layers do not see what comes later: with padding moved to the end no mask is needed.
-            order = attention_mask.eq(0).to(torch.int8).argsort(1, stable=True)[..., None]
+            order = torch.sort(attention_mask.eq(0).byte(), dim=1, stable=True).indices[..., None]
             x = x.gather(1, order.expand_as(x))
         x = self.dropout(x + self.embed_positions.weight[:T])
         for layer in self.layers:
@@ -181,7 +181,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         """Logits [B, T, vocab_size], and the mean loss in nats a token where labels are given.
 
         ``labels`` [B, T] are shifted here (position t predicts label t + 1), ``shift_labels`` [B, T] are not
-        (position t predicts label t); -100 is not counted. ``logits_to_keep`` n > 0: only the last n positions.
+        (position t predicts label t); -100 is not counted. ``logits_to_keep`` n > 0: the last n positions.
         """
         hidden = self.model(input_ids, attention_mask, inputs_embeds)
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)

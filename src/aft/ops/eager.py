@@ -109,7 +109,7 @@ class _Factors:
     """exp(w + k) on some blocks, as ``row * column * exp(origin)``.
 
     row [G, n, R, C] and column [G, n, C, N] are exponentials, origin [G, n, R, N] float64 (-inf where a row
-    sees no key). ``exact`` [G, n, R, N] marks entries that the product cannot represent; None if there are none.
+    sees no key). ``exact`` [G, n, R, N] marks entries that the product cannot represent, None if all can.
     """
 
     bias: Tensor
@@ -252,7 +252,7 @@ def _forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: i
 
 
 def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> AFTState:
-    """For each query, the sums over the keys in the plan's blocks: num [G, T, N, P], den and max [G, T, N]."""
+    """For each query, the sums over the keys in the plan's blocks: num [G, T, N, P], den, max [G, T, N]."""
     G, _, N = keys.shape
     P = values.shape[-1]
     total = None
@@ -639,7 +639,7 @@ def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
 
 
 def _map_over(function, count: int, in_dims: tuple, args: tuple):
-    """vmap by a loop: a call for each entry of the mapped axis, since only the batch axis may share a bias."""
+    """vmap by a loop: a call for each entry of the mapped axis, each with its own bias."""
     calls = [
         function(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
         for i in range(count)
@@ -683,9 +683,9 @@ class _EagerMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         *inputs, result, logsum = ctx.saved_tensors
-        grad_keys, grad_values, first, second = _EagerMeanBackward.apply(
-            grad, result, logsum, *inputs, *ctx.settings
-        )
+        # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
+        differentiate = eager_mean_backward if torch.compiler.is_compiling() else _EagerMeanBackward.apply
+        grad_keys, grad_values, first, second = differentiate(grad, result, logsum, *inputs, *ctx.settings)
         _, _, table, left, right, kernel, _ = inputs
         return (
             grad_keys,

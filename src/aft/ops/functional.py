@@ -225,7 +225,7 @@ def conv_problem(
     heads = kernel.shape[0]
     if k.shape[-1] != heads:
         raise ValueError(
-            f"{name}: k must have one channel a head, {heads} for a kernel {_shape(kernel)}, got k {_shape(k)}"
+            f"{name}: k must have one channel a head, {heads} for kernel {_shape(kernel)}; got k {_shape(k)}"
         )
     if 0 in kernel.shape or v.shape[-1] % heads:
         raise ValueError(

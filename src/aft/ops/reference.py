@@ -67,7 +67,7 @@ def _kernel_table(bias: KernelBias) -> Tensor:
 
 
 def _coordinates(bias: KernelBias, axis: int, device: torch.device) -> Tensor:
-    """[T, S]: which row (axis 0) or column (axis 1) of the kernel lies on key s when it is centred on query t."""
+    """[T, S]: the row (axis 0) or column (axis 1) of the kernel that lies on key s as seen from query t."""
 
     def along(grid: tuple[int, int]) -> Tensor:
         cell = torch.arange(grid[0] * grid[1], device=device)

@@ -49,7 +49,7 @@ Bias = DenseBias | LowRankBias | KernelBias | None
 class Problem:
     """A validated call: keys [B, S, H], values [B, S, H * P], T queries.
 
-    ``window_size`` keeps the bias where \\|t - s\\| < window_size and makes it 0 elsewhere (None: everywhere).
+    ``window_size`` keeps the bias where \\|t - s\\| < window_size and makes it 0 elsewhere (None: nowhere).
     ``key_padding_mask`` [B, S] and ``attn_mask`` [T, S] or [B, T, S] are True where a key is hidden.
     """
 

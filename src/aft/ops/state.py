@@ -9,9 +9,9 @@ from torch import Tensor
 class AFTState(NamedTuple):
     """The sums over a set of keys, each scaled by exp(-max) so that none overflows.
 
-    ``num`` [..., N, P] is sum_s exp(x_s - max) v_s and ``den`` [..., N] is sum_s exp(x_s - max), where x = k + w;
-    both float32 or wider. ``max`` [..., N] is float64: in float32 a key and a bias of 1e4 have no digits left
-    for their sum. An empty set is (0, 0, -inf).
+    ``num`` [..., N, P] is sum_s exp(x_s - max) v_s and ``den`` [..., N] is sum_s exp(x_s - max), for
+    x = k + w; both float32 or wider. ``max`` [..., N] is float64: in float32 a key and a bias of 1e4 have no
+    digits left for their sum. An empty set is (0, 0, -inf).
     """
 
     num: Tensor
