@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from operations import relative_error
 from torch import nn
 
 from aft.layers import AFTConv1d, AFTConv2d, AFTFull, AFTLocal, AFTSimple
 from aft.ops import aft_conv, aft_full, aft_local, aft_simple
+from operations import relative_error
 
 D, T = 8, 12
 SEQUENCE_LAYERS = {
@@ -207,7 +207,9 @@ def test_a_mask_that_cannot_be_honoured_is_an_error(make, what):
 def test_a_sequence_longer_than_the_table_is_an_error():
     for layer in (AFTFull(D, T), AFTFull(D, T, bias_rank=2), AFTLocal(D, T, 3)):
         x = torch.randn(1, T + 1, D)
-        with pytest.raises(ValueError, match=r"reaches 12 target and 12 source positions, got a target of 13"):
+        with pytest.raises(
+            ValueError, match=r"reaches 12 target and 12 source positions, got a target of 13"
+        ):
             layer(x)
     cross = AFTFull(D, T, max_source_len=30)
     assert cross(torch.randn(1, T, D), torch.randn(1, 30, D))[0].shape == (1, T, D)
@@ -245,7 +247,12 @@ def test_inside_a_transformer_encoder(make, batch_first, norm_first):
     padding = torch.zeros(3, T, dtype=torch.bool)
     padding[1, 8:] = True
     causal = torch.ones(T, T, dtype=torch.bool).triu(1)
-    for options in ({}, {"src_key_padding_mask": padding}, {"mask": causal}, {"mask": causal, "is_causal": True}):
+    for options in (
+        {},
+        {"src_key_padding_mask": padding},
+        {"mask": causal},
+        {"mask": causal, "is_causal": True},
+    ):
         encoder.train()
         trained = encoder(x, **options)
         trained.square().sum().backward()

@@ -61,6 +61,8 @@ class AFTBlock(GradientCheckpointingLayer):
         self.mlp_norm = nn.LayerNorm(d)
         self.mlp_in = nn.Linear(d, config.intermediate_size)
         self.mlp_out = nn.Linear(config.intermediate_size, d)
+        # A mark on the layers themselves: Transformers shows `_init_weights` no module without parameters.
+        self.mixer.out_proj.feeds_residual = self.mlp_out.feeds_residual = True
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,11 +84,10 @@ class AFTPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights, zero biases; what feeds the residual stream starts smaller, as in GPT-2."""
         super()._init_weights(module)
+        if getattr(module, "feeds_residual", False):
+            std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
+            init.normal_(module.weight, std=std)
         match module:
-            case AFTBlock():
-                std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
-                init.normal_(module.mixer.out_proj.weight, std=std)
-                init.normal_(module.mlp_out.weight, std=std)
             case AFTFull():
                 if module.position_bias is not None:
                     init.zeros_(module.position_bias)

@@ -15,6 +15,7 @@ The two passes are torch operators without autograd of their own (``torch.ops.af
 ``torch.func`` too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -539,7 +540,6 @@ def _spread_along(x: Tensor, dim: int) -> float:
     )
 
 
-@torch.library.custom_op("aft::eager_mean", mutates_args=())
 def eager_mean(
     keys: Tensor,
     values: Tensor,
@@ -566,14 +566,12 @@ def eager_mean(
         return result.to(_result_dtype(keys, values)).contiguous(), logsum.contiguous()
 
 
-@eager_mean.register_fake
-def _(keys, values, table, left, right, kernel, hidden, T, *rest):
+def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *rest):
     G, _, N = keys.shape
     result = keys.new_empty(G, T, N, values.shape[3], dtype=_result_dtype(keys, values))
     return result, keys.new_empty(G, T, N, dtype=torch.float64)
 
 
-@torch.library.custom_op("aft::eager_mean_backward", mutates_args=())
 def eager_mean_backward(
     grad: Tensor,
     result: Tensor,
@@ -622,8 +620,7 @@ def eager_mean_backward(
         return grad_keys.to(keys.dtype), grad_values.to(values.dtype), first.contiguous(), second
 
 
-@eager_mean_backward.register_fake
-def _(grad, result, logsum, keys, values, table, left, right, kernel, *rest):
+def _fake_mean_backward(grad, result, logsum, keys, values, table, left, right, kernel, *rest):
     first = table if table is not None else left if left is not None else kernel
     empty = keys.new_empty(0)
     return (
@@ -632,6 +629,20 @@ def _(grad, result, logsum, keys, values, table, left, right, kernel, *rest):
         empty if first is None else torch.empty_like(first, memory_format=torch.contiguous_format),
         empty.clone() if right is None else torch.empty_like(right, memory_format=torch.contiguous_format),
     )
+
+
+def _register(name: str, function: Callable, fake: Callable) -> Callable:
+    """Makes ``torch.ops.aft.<name>`` of a function of tensors, without autograd of its own."""
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"aft::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.aft, name).default
+
+
+# Not `torch.library.custom_op`, whose wrapper imports torch._dynamo at the first call: seconds for a command.
+_LIBRARY = torch.library.Library("aft", "FRAGMENT")
+_MEAN = _register("eager_mean", eager_mean, _fake_mean)
+_MEAN_BACKWARD = _register("eager_mean_backward", eager_mean_backward, _fake_mean_backward)
 
 
 def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
@@ -651,7 +662,7 @@ def _map_over(function, count: int, in_dims: tuple, args: tuple):
 class _EagerMeanBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args):
-        return eager_mean_backward(*args)
+        return _MEAN_BACKWARD(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -671,7 +682,7 @@ class _EagerMeanBackward(torch.autograd.Function):
 class _EagerMean(torch.autograd.Function):
     @staticmethod
     def forward(*args):
-        return eager_mean(*args)
+        return _MEAN(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -684,7 +695,7 @@ class _EagerMean(torch.autograd.Function):
     def backward(ctx, grad, _):
         *inputs, result, logsum = ctx.saved_tensors
         # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
-        differentiate = eager_mean_backward if torch.compiler.is_compiling() else _EagerMeanBackward.apply
+        differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _EagerMeanBackward.apply
         grad_keys, grad_values, first, second = differentiate(grad, result, logsum, *inputs, *ctx.settings)
         _, _, table, left, right, kernel, _ = inputs
         return (

@@ -1,0 +1,78 @@
+"""A model read back from a run directory, checked before it is built: errors name what does not fit."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from aft.models import AFTConfig, AFTForCausalLM
+from aft.training.errors import RunError
+from aft.training.rundir import CONFIG, WEIGHTS, read_json
+
+
+def load_model(run: Path) -> AFTForCausalLM:
+    """The trained model in a folder of `save_pretrained`, in evaluation mode, on the CPU.
+
+    Raises:
+        RunError: not such a folder, a file cut short, or weights of another shape than the configuration's.
+    """
+    if not run.is_dir():
+        raise RunError(
+            f"{run} is a file; a run directory was expected"
+            if run.exists()
+            else f"{run}: no such run directory"
+        )
+    config = _read_config(run)
+    _check_weights(run / WEIGHTS, config)
+    model = AFTForCausalLM.from_pretrained(run, config=config, dtype=torch.float32)
+    return model.eval()
+
+
+def _read_config(run: Path) -> AFTConfig:
+    path = run / CONFIG
+    fields = read_json(path, f"{run} is not a run directory with a trained model: it has no {CONFIG}")
+    if fields.get("model_type") != AFTConfig.model_type:
+        raise RunError(
+            f"{path} is of model_type {fields.get('model_type')!r}; {AFTConfig.model_type!r} was expected"
+        )
+    try:
+        return AFTConfig.from_dict(fields)
+    except Exception as error:  # whatever a check of the configuration raises, the file is what is wrong
+        raise RunError(f"{path} is not a valid configuration: {str(error).splitlines()[0]}") from error
+
+
+def _check_weights(path: Path, config: AFTConfig) -> None:
+    """Compare the header of the weights file with the shapes that the configuration asks for."""
+    with torch.device("meta"):
+        model = AFTForCausalLM(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = _shapes(path)
+    by_storage = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {n for n, p in model.named_parameters(remove_duplicate=False) if by_storage[id(p)] != n}
+    missing = sorted(set(expected) - set(found) - aliases)
+    if missing:
+        raise RunError(f"{path} lacks {_few(missing)}, which {path.parent / CONFIG} asks for")
+    unknown = sorted(set(found) - set(expected))
+    if unknown:
+        raise RunError(f"{path} holds {_few(unknown)}, which {path.parent / CONFIG} does not know")
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise RunError(
+                f"{path}: {name} is {list(shape)}; {path.parent / CONFIG} expects {list(expected[name])}"
+            )
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    if not path.is_file():
+        raise RunError(f"{path.parent} holds no trained model: it has no {path.name}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise RunError(
+            f"{path} is not a whole safetensors file ({path.stat().st_size:,} bytes): {error}"
+        ) from error
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

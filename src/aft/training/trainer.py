@@ -1,0 +1,186 @@
+"""Transformers' Trainer, told what a recipe says."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import RandomSampler, default_collate
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from aft.data import ByteWindows
+from aft.models import AFTForCausalLM
+from aft.training.errors import RunError
+from aft.training.evaluation import Score, score
+from aft.training.interrupts import StopRequest, StopWhenAsked
+from aft.training.recipes import Recipe
+from aft.training.reporting import Reporter
+from aft.training.rundir import CHECKPOINTS, STAGING, adopt_checkpoint, saving
+
+
+def training_arguments(recipe: Recipe, run: Path) -> TrainingArguments:
+    """The Trainer's arguments for a recipe: its device and processes are the Trainer's own choice."""
+    min_lr = recipe.lr / 10 if recipe.min_lr is None else recipe.min_lr
+    cosine = recipe.schedule == "cosine"
+    arguments = TrainingArguments(
+        output_dir=str(run / CHECKPOINTS),
+        max_steps=recipe.steps,
+        optim="adamw_torch_fused",  # looping over a small model's parameters costs more than the arithmetic
+        learning_rate=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        adam_beta1=recipe.beta1,
+        adam_beta2=recipe.beta2,
+        max_grad_norm=recipe.grad_clip,
+        # Of the two cosines that end at a minimum this one does not spend its first step at a rate of 0.
+        lr_scheduler_type="cosine_warmup_with_min_lr" if cosine else "constant_with_warmup",
+        lr_scheduler_kwargs={"min_lr_rate": min_lr / recipe.lr} if cosine else {},
+        warmup_steps=recipe.warmup_steps,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        # Said out loud, or the Trainer neither starts processes on a CPU nor takes bfloat16 there.
+        use_cpu=not torch.accelerator.is_available(),
+        bf16=recipe.precision == "bfloat16",
+        logging_steps=recipe.log_every,
+        logging_nan_inf_filter=False,  # it waits for the device at every step, and hides divergence
+        eval_strategy="steps" if recipe.eval_every else "no",
+        eval_steps=recipe.eval_every or None,
+        save_strategy="steps",
+        save_steps=recipe.save_every or recipe.steps,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+        log_level="error",
+        log_level_replica="error",
+    )
+    shares = arguments.world_size * max(1, arguments.n_gpu)
+    if recipe.batch_size % shares:
+        raise RunError(
+            f"batch_size is {recipe.batch_size}; expected a multiple of the {shares} devices in use"
+        )
+    arguments.per_device_train_batch_size = recipe.batch_size // shares
+    return arguments
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weights of `nn.Linear` with decay; embeddings, norms, biases, position biases and kernels without.
+
+    A tied output layer shares the embedding's tensor, and is left without decay as the embedding is.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)} - embeddings
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if id(p) in linear], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) not in linear], "weight_decay": 0.0},
+    ]
+
+
+class ByteTrainer(Trainer):
+    """Draws random crops, decays linear weights only, validates in exact bits, saves whole or not at all.
+
+    Args:
+        train: uint8 tokens `[n]`.
+        validation: uint8 tokens `[m]` that follow those of `train`.
+    """
+
+    def __init__(
+        self,
+        model: AFTForCausalLM,
+        recipe: Recipe,
+        arguments: TrainingArguments,
+        train: np.ndarray,
+        validation: np.ndarray,
+        reporter: Reporter,
+        request: StopRequest,
+    ) -> None:
+        self.recipe = recipe
+        self.reporter = reporter
+        self.validation = validation
+        self.before_validation = int(train[-1])
+        self.run = Path(arguments.output_dir).parent
+        self._saves_to = arguments.output_dir
+        # The Trainer writes its own idea of a cache into the model's configuration, which is then saved.
+        arguments.use_cache = getattr(model.config, "use_cache", False)
+        super().__init__(
+            model=model,
+            args=arguments,
+            data_collator=default_collate,
+            train_dataset=ByteWindows(train, recipe.context),
+            eval_dataset=[],  # asked for where eval_strategy is "steps"; `evaluate` reads bytes instead
+            callbacks=[StopWhenAsked(request), reporter],
+        )
+        self.remove_callback(PrinterCallback)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optimizer_class(parameter_groups(model, self.args.weight_decay), **options)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RandomSampler:
+        # Crops are drawn with replacement, as many as the recipe takes: all of training is one epoch, no
+        # permutation of a large file is held, and a resumed run skips indices. Accelerate seeds the sampler.
+        crops = self.args.max_steps * self.recipe.batch_size
+        return RandomSampler(self.train_dataset, replacement=True, num_samples=crops)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0  # the Trainer's estimate counts all parameters anew at every step
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Score the first `recipe.eval_bytes` of validation; at the last step nothing: the whole follows."""
+        if self.state.global_step >= self.args.max_steps:
+            return {}
+        with self.reporter.stopwatch.pause():
+            result = self.score_validation(self.recipe.eval_bytes)
+        self.reporter.validation(self.state.global_step, result, final=False)
+        return {"eval_bpc": result.bpc}
+
+    def score_validation(self, at_most: int | None = None) -> Score:
+        """Exact bits of the validation part, or of its first bytes, each process taking its share."""
+        model = self.accelerator.unwrap_model(self.model)
+        mine = score(
+            model,
+            self.validation[:at_most],
+            before=self.before_validation,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+        )
+        if self.args.world_size == 1:
+            return mine
+        both = torch.tensor([mine.bits, mine.count], dtype=torch.float64, device=self.args.device)
+        bits, count = self.accelerator.reduce(both, reduction="sum").tolist()
+        return Score(bits, int(count))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saves_to
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save into the staging folder, then move the checkpoint to its place when all processes are done."""
+        staging = self.run / CHECKPOINTS / STAGING
+        with (
+            self.reporter.stopwatch.pause(),
+            saving(self.run / CHECKPOINTS / f"checkpoint-{self.state.global_step}"),
+        ):
+            self._saves_to = str(staging)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._saves_to = self.args.output_dir
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                adopt_checkpoint(self.run, staging / f"checkpoint-{self.state.global_step}")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Weights as safetensors and configurations as JSON; no pickled arguments, which the Trainer adds."""
+        if self.args.should_save:
+            folder = output_dir or self.args.output_dir
+            os.makedirs(folder, exist_ok=True)
+            model = self.accelerator.unwrap_model(self.model)
+            assert isinstance(model, PreTrainedModel)
+            model.save_pretrained(folder, state_dict=state_dict)
