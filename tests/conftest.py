@@ -19,8 +19,7 @@ def _fixed_seed():
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory():
-    """``torch.empty`` holds NaN while tests run, so that reading memory nobody wrote shows."""
+    """In its deterministic mode ``torch.empty`` holds NaN: reading memory nobody wrote shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)

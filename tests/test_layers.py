@@ -118,7 +118,7 @@ def test_every_parameter_learns(make):
         loss.backward()
         optimizer.step()
     assert loss.item() < first
-    # A shift of all of a channel's keys changes nothing, so the key projection's own bias has nothing to learn.
+    # A shift of all keys of a channel changes nothing: the key projection's own bias has nothing to learn.
     for name, parameter in layer.named_parameters():
         assert name == "k_proj.bias" or not torch.equal(parameter, before[name]), name
 

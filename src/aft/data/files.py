@@ -85,7 +85,7 @@ def _open_enwik8(path: Path) -> np.ndarray:
                     f"{path} is a zip that holds {shown or 'nothing'}; a member '{_ENWIK8}' was expected"
                 )
             content = archive.read(_ENWIK8)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise DataError(f"{path}: its member '{_ENWIK8}' cannot be unpacked: {error}") from error
     if not content:
         raise DataError(f"{path}: its member '{_ENWIK8}' is empty; at least one byte was expected")

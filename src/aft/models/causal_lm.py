@@ -59,10 +59,12 @@ class AFTBlock(GradientCheckpointingLayer):
         self.mixer_norm = nn.LayerNorm(d)
         self.mixer = make_mixer(config)
         self.mlp_norm = nn.LayerNorm(d)
-        self.mlp_in = nn.Linear(d, config.intermediate_size)
-        self.mlp_out = nn.Linear(config.intermediate_size, d)
+        width = config.intermediate_size or 4 * d
+        self.mlp_in = nn.Linear(d, width)
+        self.mlp_out = nn.Linear(width, d)
         # A mark on the layers themselves: Transformers shows `_init_weights` no module without parameters.
-        self.mixer.out_proj.feeds_residual = self.mlp_out.feeds_residual = True
+        for layer in (self.mixer.out_proj, self.mlp_out):
+            object.__setattr__(layer, "feeds_residual", True)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class AFTBlock(GradientCheckpointingLayer):
 class AFTPreTrainedModel(PreTrainedModel):
     """Initial values, and what Transformers needs to know of the family."""
 
-    config: AFTConfig
+    config: AFTConfig  # pyrefly: ignore[bad-override-mutable-attribute] (as Transformers' own models do)
     config_class = AFTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -84,7 +86,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights, zero biases; what feeds the residual stream starts smaller, as in GPT-2."""
         super()._init_weights(module)
-        if getattr(module, "feeds_residual", False):
+        if isinstance(module, nn.Linear) and getattr(module, "feeds_residual", False):
             std = self.config.initializer_range / (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, std=std)
         match module:
@@ -116,7 +118,8 @@ class AFTModel(AFTPreTrainedModel):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
         self.embed_tokens = value
 
     def forward(

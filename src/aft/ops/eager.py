@@ -616,7 +616,8 @@ def eager_mean_backward(
                     source.table.dtype if isinstance(source, DenseBlocks) else source.kernel.dtype
                 )
             case LowRankBlocks():
-                first, second = source.grad_left[0].to(left.dtype), source.grad_right[0].to(right.dtype)
+                first = source.grad_left[0].to(source.left.dtype)
+                second = source.grad_right[0].to(source.right.dtype)
         return grad_keys.to(keys.dtype), grad_values.to(values.dtype), first.contiguous(), second
 
 
@@ -692,7 +693,8 @@ class _EagerMean(torch.autograd.Function):
         ctx.settings = inputs[7:]
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, *grads):
+        grad = grads[0]
         *inputs, result, logsum = ctx.saved_tensors
         # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
         differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _EagerMeanBackward.apply

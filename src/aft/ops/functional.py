@@ -253,8 +253,8 @@ def conv_problem(
     height, width = planar.shape[1:]
     anchor = (0, width - 1) if space == 1 and causal else ((height - 1) // 2, (width - 1) // 2)
     bias = KernelBias(planar, query_grid, key_grid, anchor)
-    flat = (x.flatten(1, -2) for x in (q, k, v))
-    return _problem(name, *flat, bias, None, causal, key_padding_mask, attn_mask)
+    q, k, v = (x.flatten(1, -2) for x in (q, k, v))
+    return _problem(name, q, k, v, bias, None, causal, key_padding_mask, attn_mask)
 
 
 def _sequence_problem(
@@ -304,7 +304,7 @@ def _problem(
     devices = {x.device for x in tensors}
     if len(devices) > 1:
         raise ValueError(f"{name}: all tensors must be on one device, got {sorted(map(str, devices))}")
-    return Problem(k, v, T, bias, window_size, bool(causal), key_padding_mask, attn_mask)
+    return Problem(k, v, T, bias, window_size, causal, key_padding_mask, attn_mask)
 
 
 def _position_bias(name: str, position_bias: object, B: int, T: int, S: int) -> Bias:

@@ -193,7 +193,7 @@ def _cut(content: np.ndarray, path: str, recipe: Recipe, source: str) -> Corpus:
     alphabet = distinct_bytes(content) if recipe.alphabet == "distinct" else None
     parts = split_bytes(encode(content, alphabet, source), recipe.split, source)
     check_lengths(parts, recipe.context, source)
-    return Corpus(path, len(content), hashlib.sha256(content).hexdigest(), alphabet, parts)
+    return Corpus(path, len(content), hashlib.sha256(content.data).hexdigest(), alphabet, parts)
 
 
 def _train(
@@ -217,7 +217,7 @@ def _train(
     reporter = Reporter(run, recipe.batch_size * recipe.context, Stopwatch(earlier), first=first)
     train, validation = corpus.parts["train"], corpus.parts["validation"]
     with stop_on_signals() as request, contextlib.closing(reporter):
-        trainer = ByteTrainer(model, recipe, arguments, train, validation, reporter, request)
+        trainer = ByteTrainer(model, run, recipe, arguments, train, validation, reporter, request)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     step = trainer.state.global_step
     interrupted = step < recipe.steps

@@ -139,8 +139,9 @@ def recipe_of(record: dict[str, Any], run: Path) -> Recipe:
     if not isinstance(fields, dict) or not set(fields) <= known:
         unknown = sorted(set(fields) - known) if isinstance(fields, dict) else type(fields).__name__
         raise RunError(f"{run / RECIPE}: unknown recipe fields {unknown}; was it written by another version?")
+    values: dict[str, Any] = {**fields, "split": tuple(fields.get("split", Recipe.split))}
     try:
-        return Recipe(**{**fields, "split": tuple(fields.get("split", Recipe.split))})
+        return Recipe(**values)
     except (RecipeError, TypeError) as error:
         raise RunError(f"{run / RECIPE}: {error}") from error
 

@@ -91,6 +91,7 @@ class ByteTrainer(Trainer):
     def __init__(
         self,
         model: AFTForCausalLM,
+        run: Path,
         recipe: Recipe,
         arguments: TrainingArguments,
         train: np.ndarray,
@@ -100,17 +101,18 @@ class ByteTrainer(Trainer):
     ) -> None:
         self.recipe = recipe
         self.reporter = reporter
+        self.windows = ByteWindows(train, recipe.context)
         self.validation = validation
         self.before_validation = int(train[-1])
-        self.run = Path(arguments.output_dir).parent
-        self._saves_to = arguments.output_dir
+        self.run = run
+        self._saves_to = str(run / CHECKPOINTS)
         # The Trainer writes its own idea of a cache into the model's configuration, which is then saved.
         arguments.use_cache = getattr(model.config, "use_cache", False)
         super().__init__(
             model=model,
             args=arguments,
             data_collator=default_collate,
-            train_dataset=ByteWindows(train, recipe.context),
+            train_dataset=self.windows,
             eval_dataset=[],  # asked for where eval_strategy is "steps"; `evaluate` reads bytes instead
             callbacks=[StopWhenAsked(request), reporter],
         )
@@ -118,16 +120,17 @@ class ByteTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            model = self.model if model is None else model
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(parameter_groups(model, self.args.weight_decay), **options)
+            wrapped = self.model if model is None else model
+            assert isinstance(wrapped, nn.Module)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = optimizer_class(parameter_groups(wrapped, self.args.weight_decay), **options)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RandomSampler:
         # Crops are drawn with replacement, as many as the recipe takes: all of training is one epoch, no
         # permutation of a large file is held, and a resumed run skips indices. Accelerate seeds the sampler.
         crops = self.args.max_steps * self.recipe.batch_size
-        return RandomSampler(self.train_dataset, replacement=True, num_samples=crops)
+        return RandomSampler(self.windows, replacement=True, num_samples=crops)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return 0  # the Trainer's estimate counts all parameters anew at every step
@@ -144,6 +147,7 @@ class ByteTrainer(Trainer):
     def score_validation(self, at_most: int | None = None) -> Score:
         """Exact bits of the validation part, or of its first bytes, each process taking its share."""
         model = self.accelerator.unwrap_model(self.model)
+        assert isinstance(model, AFTForCausalLM)
         mine = score(
             model,
             self.validation[:at_most],
@@ -171,7 +175,7 @@ class ByteTrainer(Trainer):
             try:
                 super()._save_checkpoint(model, trial)
             finally:
-                self._saves_to = self.args.output_dir
+                self._saves_to = str(self.run / CHECKPOINTS)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 adopt_checkpoint(self.run, staging / f"checkpoint-{self.state.global_step}")
@@ -179,7 +183,7 @@ class ByteTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Weights as safetensors and configurations as JSON; no pickled arguments, which the Trainer adds."""
         if self.args.should_save:
-            folder = output_dir or self.args.output_dir
+            folder = output_dir or self._saves_to
             os.makedirs(folder, exist_ok=True)
             model = self.accelerator.unwrap_model(self.model)
             assert isinstance(model, PreTrainedModel)
