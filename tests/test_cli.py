@@ -73,6 +73,23 @@ def aft(capsysbinary: pytest.CaptureFixture[bytes]) -> Command:
 # Help, lists
 
 
+@pytest.mark.parametrize(
+    ("package", "command"), [("tyro", "recipes"), ("transformers", "info"), ("matplotlib", "train")]
+)
+def test_a_missing_extra_is_named(package: str, command: str, text: str, tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.modules[sys.argv[1]] = None\n"
+        "sys.argv = ['aft', *sys.argv[2:]]\n"
+        "runpy.run_module('aft', run_name='__main__')\n"
+    )
+    options = ["shakespeare-char", "--data", text, "--out", str(tmp_path / "run"), *TINY_OPTIONS]
+    process = child(package, command, *(options if command == "train" else []), code=code)
+    out, err = process.communicate()
+    wanted = f"aft: the package {package} is missing; pip install 'attention-free[train]' brings it\n"
+    assert (process.returncode, out.splitlines()[1:], err.decode()[-len(wanted) :]) == (2, [], wanted)
+
+
 def test_help_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import runpy, sys\nfrom aft.cli import main\n"

@@ -4,12 +4,12 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+
 
 def draw_curve(rows: Sequence[dict[str, Any]], title: str) -> bytes:
     """A PNG of bits per byte against steps, from rows of metrics.jsonl."""
-    # The figure is made without pyplot, which would pick a window system and keep the figure alive.
-    from matplotlib.figure import Figure
-
+    # Without pyplot, which would pick a window system and keep the figure alive.
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     training = [row for row in rows if row["split"] == "train"]
