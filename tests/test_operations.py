@@ -159,11 +159,10 @@ def test_only_what_needs_a_gradient_gets_one(operation):
         assert [x.grad is not None for x in leaves] == [j == i for j in range(len(inputs))]
 
 
-@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
-def test_compiles_whole_with_a_dynamic_length(operation):
+def _check_compiled(operation, backend):
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda *x: operation(*x, causal=True), fullgraph=True, dynamic=True, backend="aot_eager"
+        lambda *x: operation(*x, causal=True), fullgraph=True, dynamic=True, backend=backend
     )
     for T in (9, 70, 33):
         inputs = operation.inputs(T=T)
@@ -178,20 +177,38 @@ def test_compiles_whole_with_a_dynamic_length(operation):
             assert relative_error(a, b) < 1e-6
 
 
-def test_the_operators_pass_opcheck():
-    none = None
-    for operation in (full(), full_low_rank(), simple(), local(3)):
-        _, k, v, *bias = operation.inputs(B=1, T=70)
-        table = bias[0][None] if len(bias) == 1 else none
-        left, right = bias if len(bias) == 2 else (none, none)
-        window = operation.settings.get("window")
-        settings = (70, True, window, 0, 0, 0, 0)
-        arguments = (k, v[..., None], table, left, right, none, none, *settings)
-        torch.library.opcheck(torch.ops.aft.eager_mean.default, arguments)
-        mean, logsum = torch.ops.aft.eager_mean(*arguments)
-        torch.library.opcheck(
-            torch.ops.aft.eager_mean_backward.default, (torch.randn_like(mean), mean, logsum, *arguments)
-        )
+@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+def test_compiles_whole_with_a_dynamic_length(operation):
+    _check_compiled(operation, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+def test_compiles_whole_with_inductor(operation):
+    _check_compiled(operation, "inductor")
+
+
+@pytest.mark.parametrize("operation", [full(), full_low_rank(), simple(), local(3), conv(4)], ids=str)
+def test_the_operators_pass_opcheck(operation):
+    _, k, v, *bias = operation.inputs(B=2, T=70)
+    tensors = dict.fromkeys(("table", "left", "right", "kernel"))
+    if operation.heads:
+        tensors["kernel"] = bias[0][:, None]
+        k, v = k.permute(2, 1, 0), v.unflatten(2, (operation.heads, -1)).permute(2, 1, 0, 3)
+    else:
+        v = v[..., None]
+        tensors |= dict(zip(("left", "right") if len(bias) == 2 else ("table",), bias, strict=False))
+        if tensors["table"] is not None:
+            tensors["table"] = tensors["table"][None]
+    window = operation.settings.get("window")
+    settings = (70, True, window, 70, 70, 0, 3)
+    arguments = (k, v, *tensors.values(), None, *settings)
+    torch.library.opcheck(torch.ops.aft.eager_mean.default, arguments)
+    mean, logsum = torch.ops.aft.eager_mean(*arguments)
+    backward = (torch.randn_like(mean), mean, logsum, *arguments)
+    torch.library.opcheck(torch.ops.aft.eager_mean_backward.default, backward)
+    assert all(x.is_contiguous() for x in (mean, logsum, *torch.ops.aft.eager_mean_backward(*backward)))
 
 
 def test_exports_with_a_dynamic_length():

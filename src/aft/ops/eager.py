@@ -295,7 +295,7 @@ def _backward(
     # exp(x - logsum) are the normalised weights; a row that saw nothing has weight 0 everywhere.
     logsum = logsum.masked_fill(torch.isneginf(logsum), torch.inf)
     upstream = torch.cat([grad, -(grad * result).sum(-1, keepdim=True)], -1)
-    grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+    grad_keys, grad_values = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
     for blocks in _affordable(plan, G, N * (P + 1)):
         k, v = _columns(keys, blocks), _columns(values, blocks)
         factors = _factor(source.read(blocks), k, blocks.triangular)
