@@ -27,6 +27,14 @@ class BlockSource(ABC):
     def add(self, blocks: Blocks, grad: Tensor) -> None:
         """Adds the gradient [G, count, rows, columns] of these blocks."""
 
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """What was added up, for each parameter, in its dtype."""
+
+    @abstractmethod
+    def spread(self) -> float:
+        """A bound on the distance of two finite biases of a row, in nats."""
+
 
 def window(table: Tensor, blocks: Blocks) -> Tensor:
     """The blocks of a [G, T, S] table as a view [G, count, rows, columns]."""
@@ -58,6 +66,17 @@ def add_pieces(x: Tensor, start: int, step: int, update: Tensor) -> None:
             x.narrow(1, start + i * step, length).add_(update[:, i])
 
 
+def spread(x: Tensor, dim: int) -> float:
+    """The largest distance between two finite entries along ``dim``."""
+    if x.numel() == 0:
+        return 0.0
+    low, top = x.aminmax(dim=dim, keepdim=True)
+    hidden = torch.isneginf(x) if torch.isneginf(low).any() else None
+    if hidden is not None:
+        low = torch.where(hidden, top, x).amin(dim, keepdim=True)
+    return float((top - low).nan_to_num(0.0).amax())
+
+
 class ZeroBlocks(BlockSource):
     """No bias (AFT-simple)."""
 
@@ -72,6 +91,12 @@ class ZeroBlocks(BlockSource):
 
     def add(self, blocks: Blocks, grad: Tensor) -> None:
         pass
+
+    def gradients(self) -> list[Tensor]:
+        return []
+
+    def spread(self) -> float:
+        return 0.0
 
 
 class DenseBlocks(BlockSource):
@@ -89,6 +114,12 @@ class DenseBlocks(BlockSource):
 
     def add(self, blocks: Blocks, grad: Tensor) -> None:
         window(self.grad, blocks).add_(_inside(_sum_to(grad, self.table.shape[0]), blocks, self.window_size))
+
+    def gradients(self) -> list[Tensor]:
+        return [self.grad.to(self.table.dtype)]
+
+    def spread(self) -> float:
+        return spread(self.table, 2)
 
 
 class LowRankBlocks(BlockSource):
@@ -116,6 +147,14 @@ class LowRankBlocks(BlockSource):
         left, right = (x.to(grad.dtype) for x in self._factors(blocks))
         add_pieces(self.grad_left, blocks.row, blocks.step, grad @ right)
         add_pieces(self.grad_right, blocks.column, blocks.step, grad.mT @ left)
+
+    def gradients(self) -> list[Tensor]:
+        return [self.grad_left[0].to(self.left.dtype), self.grad_right[0].to(self.right.dtype)]
+
+    def spread(self) -> float:
+        if 0 in (self.left.numel(), self.right.numel()):
+            return 0.0
+        return 2.0 * float(self.left.norm(dim=2).amax() * self.right.norm(dim=2).amax())
 
 
 class KernelBlocks(BlockSource):
@@ -160,10 +199,12 @@ class KernelBlocks(BlockSource):
         index = torch.arange(groups, device=cells.device)[:, None] * size + cells.flatten()
         self.padded_grad.view(-1).index_add_(0, index.flatten(), grad.flatten())
 
-    @property
-    def grad(self) -> Tensor:
-        """[G, Kh, Kw]."""
-        return self.padded_grad[:, :-1].unflatten(1, self.kernel.shape[1:])
+    def gradients(self) -> list[Tensor]:
+        return [self.padded_grad[:, :-1].unflatten(1, self.kernel.shape[1:]).to(self.kernel.dtype)]
+
+    def spread(self) -> float:
+        finite = self.kernel.masked_fill(torch.isinf(self.kernel), 0.0)
+        return 2.0 * float(finite.abs().amax())  # the bias outside the kernel is 0
 
 
 class MaskedBlocks(BlockSource):
@@ -180,6 +221,12 @@ class MaskedBlocks(BlockSource):
 
     def add(self, blocks: Blocks, grad: Tensor) -> None:
         self.source.add(blocks, grad)
+
+    def gradients(self) -> list[Tensor]:
+        return self.source.gradients()
+
+    def spread(self) -> float:
+        return self.source.spread()
 
 
 def _inside(block: Tensor, blocks: Blocks, window_size: int | None) -> Tensor:

@@ -1,14 +1,4 @@
-"""Portable PyTorch on any device: matrix products over tiles, exact for finite input, linear in memory.
-
-On a block the weights factor: exp(w + k) = exp(w - a) exp(k - b) exp(a + b), so the sums over keys are one
-matrix product, ``exp(w - a) @ exp(k - b) [v, 1]``, and the blocks of a row are joined by their maxima, as in
-`aft.ops.state.combine`. The factors lose nothing while the biases of a row or the keys of a channel stay
-within e^60 of each other; entries where both are wider are summed again, element by element, in float64
-(where a key and a bias of 1e4 still have digits for their sum). The choice is made for each (row, channel)
-from what that row sees, so no future key and no other sequence changes a single bit of it.
-
-The same factors give the backward pass. With p the normalised weights, g the gradient of the mean y, and
-c = g . y:  dv = sum_t p g,  dk = v . dv - sum_t p c,  dw = sum_channels p (g . v - c).
+"""Portable PyTorch on any device: `aft.ops.tiled` as operators with autograd, under every transform.
 
 The two passes are torch operators without autograd of their own (``torch.ops.aft.eager_mean`` and
 ``eager_mean_backward``), opaque to ``torch.compile``; an autograd Function joins them, and works under
@@ -16,11 +6,11 @@ The two passes are torch operators without autograd of their own (``torch.ops.af
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from aft.ops import tiled
 from aft.ops.bias_blocks import (
     BlockSource,
     DenseBlocks,
@@ -28,24 +18,15 @@ from aft.ops.bias_blocks import (
     LowRankBlocks,
     MaskedBlocks,
     ZeroBlocks,
-    add_pieces,
-    pieces,
+    spread,
 )
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem
-from aft.ops.state import AFTState, combine, scan
-from aft.ops.tiles import TILE, Blocks, Far, Plan, banded_plan, dense_plan
+from aft.ops.tiles import Plan, banded_plan, dense_plan
 
-# How far, in nats, factors may lie from their reference: e^60 squared still fits float32's range of e^88
-# once the other factor is normalised, and what underflows beside it is below 1 ulp.
-SPREAD = 60.0
-# On the causal diagonal the reference is a key, not the maximum, so the distance goes both ways.
-DIAGONAL_SPREAD = 40.0
 # Above this a float32 product of a value (or a gradient) and its factors may overflow; float64 takes over.
 LARGE = 1e10
 # A product T * S * N * P up to which float64 costs nothing beside the calls themselves.
 SMALL = 1 << 14
-# Elements of a temporary: memory beyond inputs and outputs stays at a few of these plus a multiple of T D.
-BUDGET = 1 << 22
 
 
 def mean(problem: Problem) -> Tensor:
@@ -105,351 +86,35 @@ def mean(problem: Problem) -> Tensor:
     return result.flatten(2)
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """exp(w + k) on some blocks, as ``row * column * exp(origin)``.
-
-    row [G, n, R, C] and column [G, n, C, N] are exponentials, origin [G, n, R, N] float64 (-inf where a row
-    sees no key). ``exact`` [G, n, R, N] marks entries that the product cannot represent, None if all can.
-    """
-
-    bias: Tensor
-    keys: Tensor
-    row: Tensor
-    column: Tensor
-    origin: Tensor
-    exact: Tensor | None
+def eager_mean(keys: Tensor, values: Tensor, *bias_and_settings) -> tuple[Tensor, Tensor]:
+    """keys [G, S, N], values [G, S, N, P] -> mean [G, T, N, P], float32 or wider, and logsum [G, T, N]."""
+    with torch.autocast(keys.device.type, enabled=False):
+        source, plan, T = _prepare(keys, *bias_and_settings)
+        wide_keys, wide_values = _widen(keys, values, _is_extreme(values))
+        result, logsum = tiled.forward(wide_keys, wide_values, source, plan, T)
+        return result.to(_result_dtype(keys, values)).contiguous(), logsum.contiguous()
 
 
-def _factor(bias: Tensor, keys: Tensor, triangular: bool) -> _Factors:
-    """Splits the weights of blocks with biases [G, n, R, C] and keys [G, n, C, N] into factors."""
-    if triangular:
-        rows, columns = bias.shape[-2:]
-        later = torch.ones(rows, columns, dtype=torch.bool, device=bias.device).triu(1)
-        visible_bias = bias.masked_fill(later, -torch.inf)
-    else:
-        later, visible_bias = None, bias
-    row_peak = visible_bias.amax(-1)
-    row_origin = _finite(row_peak)
-    row = torch.exp(visible_bias - row_origin[..., None]).to(keys.dtype)
-    lowest = bias.masked_fill(later, torch.inf).amin(-1) if later is not None else bias.amin(-1)
-    wide_row = (row_origin - lowest > SPREAD) & ~torch.isneginf(row_peak)
-    split = _factor_triangle if triangular else _factor_rectangle
-    column, column_peak, exact = split(keys, wide_row)
-    origin = row_peak[..., None].double() + column_peak.double()
-    if exact is not None and not exact.any():
-        exact = None
-    return _Factors(visible_bias, keys, row, column, origin, exact)
-
-
-def _factor_rectangle(keys: Tensor, wide_row: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Every row sees every key: factors relative to the largest key of each channel."""
-    peak = keys.amax(-2, keepdim=True)
-    column = torch.exp(keys - _finite(peak))
-    if not wide_row.any():
-        return column, peak, None
-    # An absent key counts as infinitely far below: a row may have its largest bias there.
-    wide_column = (peak - keys.amin(-2, keepdim=True) > SPREAD) & ~torch.isneginf(peak)
-    return column, peak, wide_row[..., None] & wide_column
-
-
-def _factor_triangle(keys: Tensor, wide_row: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Row t sees keys 0 to t: factors relative to the first key, which no later key can change."""
-    absent = torch.isneginf(keys)
-    rows = wide_row.shape[-1]
-    if absent.any():
-        position = torch.arange(keys.shape[-2], device=keys.device)[:, None]
-        first = torch.where(absent, keys.shape[-2], position).amin(-2, keepdim=True)
-        origin = _finite(keys.gather(-2, first.clamp(max=keys.shape[-2] - 1)))
-        unseen = _extend(first > position, rows)
-        peak = origin.expand(*unseen.shape).masked_fill(unseen, -torch.inf)
-        some_absent = _extend(absent.cummax(-2).values, rows)
-    else:
-        origin = keys.narrow(-2, 0, 1)
-        peak, some_absent = origin, None
-    distance = keys - origin
-    too_far = (distance.abs() > DIAGONAL_SPREAD) & ~absent
-    exact = None
-    if too_far.any():
-        exact = _extend(too_far.cummax(-2).values, rows)
-        distance = distance.masked_fill(too_far, -torch.inf)
-    if some_absent is not None and wide_row.any():
-        hidden_peak = wide_row[..., None] & some_absent
-        exact = hidden_peak if exact is None else exact | hidden_peak
-    return torch.exp(distance), peak, exact
-
-
-def _extend(running: Tensor, rows: int) -> Tensor:
-    """What holds for row t = key t, for the rows after the last key too: [..., C, N] to [..., rows, N]."""
-    missing = rows - running.shape[-2]
-    if missing <= 0:
-        return running
-    last = running.narrow(-2, running.shape[-2] - 1, 1)
-    return torch.cat([running, last.expand(*last.shape[:-2], missing, last.shape[-1])], -2)
-
-
-def _finite(x: Tensor) -> Tensor:
-    """-inf, the maximum of an empty set, replaced by 0, which can be subtracted."""
-    return x.masked_fill(torch.isneginf(x), 0.0)
-
-
-def _with_one(column: Tensor, values: Tensor) -> Tensor:
-    """[column * v, column] along a new last axis: what a product with the row factors sums to (num, den)."""
-    return torch.cat([column[..., None] * values, column[..., None]], -1)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left [G or 1, n or 1, R, C] times right [G, n, C, N, Q], summed over C."""
-    return (left @ right.flatten(3)).unflatten(3, right.shape[3:])
-
-
-def _exact_subset(factors: _Factors) -> tuple[Tensor, Tensor]:
-    """Rows and channels that hold an entry to sum exactly, as indices."""
-    assert factors.exact is not None
-    return (
-        factors.exact.any(3).flatten(0, 1).any(0).nonzero()[:, 0],
-        factors.exact.flatten(0, 2).any(0).nonzero()[:, 0],
-    )
-
-
-def _exact_exponents(factors: _Factors, values: Tensor):
-    """Yields (rows, channels, x [G, n, r, C, m] float64, v [G, n, C, m, P] float64), a few rows at a time."""
-    all_rows, channels = _exact_subset(factors)
-    keys = factors.keys.index_select(-1, channels).double()
-    values = values.index_select(-2, channels).double()
-    at_once = max(1, BUDGET // max(1, keys.numel()))
-    for rows in all_rows.split(at_once):
-        bias = factors.bias.index_select(-2, rows).double()
-        yield rows, channels, bias[..., None] + keys[:, :, None], values
-
-
-def _sums(factors: _Factors, values: Tensor) -> AFTState:
-    """The sums of the blocks' weights: num [G, n, R, N, P], den and max [G, n, R, N]."""
-    total = _product(factors.row, _with_one(factors.column, values))
-    num, den, peak = total[..., :-1], total[..., -1], factors.origin
-    if factors.exact is None:
-        return AFTState(num, den, peak)
-    for rows, channels, exponent, v in _exact_exponents(factors, values):
-        where = factors.exact[:, :, rows[:, None], channels]
-        top = exponent.amax(3)
-        weight = torch.exp(exponent - _finite(top)[..., None, :])
-        exact = AFTState(torch.einsum("gbrcn,gbcnp->gbrnp", weight, v), weight.sum(3), top)
-        for whole, part in zip((num, den, peak), exact, strict=True):
-            at = (slice(None), slice(None), rows[:, None], channels)
-            keep = where if whole.ndim == 4 else where[..., None]
-            whole[at] = torch.where(keep, part.to(whole.dtype), whole[at])
-    return AFTState(num, den, peak)
-
-
-def _forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, Tensor]:
-    """mean [G, T, N, P] and the log of its denominator [G, T, N] in float64 (-inf: nothing to see)."""
-    total = _block_sums(keys, values, source, plan, T)
-    if plan.far is not None:
-        total = combine(total, _far_sums(keys, values, plan.far, T))
-    seen = total.den > 0
-    result = total.num / torch.where(seen, total.den, 1.0)[..., None]
-    logsum = torch.where(seen, total.max + torch.log(total.den.double()), -torch.inf)
-    return result, logsum
-
-
-def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> AFTState:
-    """For each query, the sums over the keys in the plan's blocks: num [G, T, N, P], den, max [G, T, N]."""
-    G, _, N = keys.shape
-    P = values.shape[-1]
-    total = None
-    for blocks in _affordable(plan, G, N * (P + 1)):
-        factors = _factor(source.read(blocks), _columns(keys, blocks), blocks.triangular)
-        sums = _sums(factors, _columns(values, blocks))
-        if blocks.count == 1 and blocks.rows == T and blocks.fresh:
-            total = AFTState(*(x.squeeze(1) for x in sums))  # a short sequence is one block: nothing to join
-            continue
-        total = _empty_state(keys, G, T, N, P) if total is None else total
-        rows = AFTState(*(_rows(x, blocks) for x in total))
-        for whole, part in zip(rows, sums if blocks.fresh else combine(rows, sums), strict=True):
-            whole.copy_(part)
-    return _empty_state(keys, G, T, N, P) if total is None else total
-
-
-def _empty_state(like: Tensor, G: int, T: int, N: int, P: int) -> AFTState:
-    return AFTState(
-        like.new_zeros(G, T, N, P),
-        like.new_zeros(G, T, N),
-        torch.full((G, T, N), -torch.inf, dtype=torch.float64, device=like.device),
-    )
-
-
-def _backward(
-    grad: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    source: BlockSource,
-    plan: Plan,
-    result: Tensor,
-    logsum: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values, in their dtype; that of the bias is left in ``source``."""
-    G, _, N = keys.shape
-    P = values.shape[-1]
-    T = result.shape[1]
-    source.allocate(keys.dtype)
-    # exp(x - logsum) are the normalised weights; a row that saw nothing has weight 0 everywhere.
-    logsum = logsum.masked_fill(torch.isneginf(logsum), torch.inf)
-    upstream = torch.cat([grad, -(grad * result).sum(-1, keepdim=True)], -1)
-    grad_keys, grad_values = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
-    for blocks in _affordable(plan, G, N * (P + 1)):
-        k, v = _columns(keys, blocks), _columns(values, blocks)
-        factors = _factor(source.read(blocks), k, blocks.triangular)
-        above = torch.exp((factors.origin - _rows(logsum, blocks)).to(keys.dtype))
-        if factors.exact is not None:
-            above = above.masked_fill(factors.exact, 0.0)
-        g = _rows(upstream, blocks)
-        scaled = g * above[..., None]
-        column = _with_one(factors.column, v)
-        grad_bias = factors.row * (scaled.flatten(3) @ column.flatten(3).mT)
-        inflow = _product(factors.row.mT, scaled) * factors.column[..., None]
-        dv = inflow[..., :-1]
-        dk = (v * dv).sum(-1) + inflow[..., -1]
-        if factors.exact is not None:
-            _exact_backward(factors, v, g, _rows(logsum, blocks), dk, dv, grad_bias)
-        add_pieces(grad_keys, blocks.column, blocks.step, dk)
-        add_pieces(grad_values, blocks.column, blocks.step, dv)
-        source.add(blocks, grad_bias)
-    if plan.far is not None:
-        dk, dv = _far_backward(keys, values, upstream, logsum, plan.far, T)
-        grad_keys += dk
-        grad_values += dv
-    return grad_keys, grad_values
-
-
-def _exact_backward(
-    factors: _Factors, values: Tensor, upstream: Tensor, logsum: Tensor, dk: Tensor, dv: Tensor, dw: Tensor
-) -> None:
-    """Adds the gradients that flow through entries marked exact."""
-    assert factors.exact is not None
-    for rows, channels, exponent, v in _exact_exponents(factors, values):
-        at = (slice(None), slice(None), rows[:, None], channels)
-        weight = torch.exp(exponent - logsum[at][..., None, :])
-        weight = weight * factors.exact[at][..., None, :]
-        g = upstream[at].double()
-        inner = torch.einsum("gbrnp,gbcnp->gbrcn", g[..., :-1], v) + g[..., None, :, -1]
-        flow = weight * inner
-        dv[..., channels, :] += torch.einsum("gbrcn,gbrnp->gbcnp", weight, g[..., :-1]).to(dv.dtype)
-        dk[..., channels] += flow.sum(2).to(dk.dtype)
-        dw[:, :, rows] += flow.sum(4).to(dw.dtype)
-
-
-def _far_sums(keys: Tensor, values: Tensor, far: Far, T: int) -> AFTState:
-    """For each query, the sums over the tiles of keys where its bias is zero: [G, T, N, ...]."""
-    tiles = _tile_sums(keys, values)
-    sides = (_union_before(tiles, far.before), _union_from(tiles, far.after))
-    per_tile = combine(*sides)
-    return AFTState(*(_spread(x, T) for x in per_tile))
-
-
-def _far_backward(
-    keys: Tensor, values: Tensor, upstream: Tensor, logsum: Tensor, far: Far, T: int
-) -> tuple[Tensor, Tensor]:
-    """Gradients through `_far_sums`: the same sums with the roles of queries and keys exchanged.
-
-    exp(k - logsum) = exp(k) exp(-logsum): -logsum plays the key, the upstream gradient the value, and each
-    tile of keys sums over the tiles of queries that see it from afar.
-    """
-    S = keys.shape[1]
-    column, peak = _tile_columns(keys)
-    queries = _tile_sums(-logsum, upstream, dtype=keys.dtype)
-    tiles = peak.shape[1]
-    # Key tile j is far behind query tile i when j < before[i], far ahead when j >= after[i]; both bounds grow
-    # with i, so the queries concerned are all from some i on, and all up to some i.
-    behind = tuple(sum(bound <= j for bound in far.before) for j in range(tiles))
-    ahead = tuple(sum(bound <= j for bound in far.after) for j in range(tiles))
-    flow = combine(_union_from(queries, behind), _union_before(queries, ahead))
-    scale = torch.exp((flow.max + peak.double()).to(keys.dtype))
-    inflow = _spread(flow.num * scale[..., None], S) * column[..., None]
-    dv = inflow[..., :-1]
-    return (values * dv).sum(-1) + inflow[..., -1], dv
-
-
-def _tile_columns(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(k - peak) [G, S, N] and peak [G, tiles, N], the largest key of each tile of `TILE` keys."""
-    S = keys.shape[1]
-    padded = torch.nn.functional.pad(keys, (0, 0, 0, -S % TILE), value=-torch.inf)
-    tiled = (
-        padded.unflatten(1, (-1, TILE)) if S else padded.new_empty(padded.shape[0], 0, TILE, padded.shape[2])
-    )
-    peak = tiled.amax(2)
-    return torch.exp(tiled - _finite(peak)[:, :, None]).flatten(1, 2)[:, :S], peak
-
-
-def _tile_sums(keys: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> AFTState:
-    """The state of each tile of `TILE` keys: num [G, tiles, N, P], den and max [G, tiles, N]."""
-    column, peak = _tile_columns(keys)
-    total = _with_one(column.to(dtype or column.dtype), values)
-    total = torch.nn.functional.pad(total, (0, 0, 0, 0, 0, -total.shape[1] % TILE))
-    total = total.unflatten(1, (peak.shape[1], TILE)).sum(2)
-    return AFTState(total[..., :-1], total[..., -1], peak.double())
-
-
-def _union_before(tiles: AFTState, bounds: tuple[int, ...]) -> AFTState:
-    """Entry i: the union of tiles 0 to bounds[i] - 1."""
-    return _pick(_after_empty(scan(tiles, 1)), bounds)
-
-
-def _union_from(tiles: AFTState, bounds: tuple[int, ...]) -> AFTState:
-    """Entry i: the union of the tiles from bounds[i] on."""
-    reverse = AFTState(*(x.flip(1) for x in tiles))
-    count = tiles.max.shape[1]
-    return _pick(_after_empty(scan(reverse, 1)), tuple(count - bound for bound in bounds))
-
-
-def _after_empty(states: AFTState) -> AFTState:
-    """The states with an empty one put before them."""
-    num, den, peak = (
-        x.narrow(1, 0, 1) if x.shape[1] else x.new_empty(x.shape[0], 1, *x.shape[2:]) for x in states
-    )
-    empty = (torch.zeros_like(num), torch.zeros_like(den), torch.full_like(peak, -torch.inf))
-    return AFTState(*(torch.cat([x, y], 1) for x, y in zip(empty, states, strict=True)))
-
-
-def _pick(states: AFTState, index: tuple[int, ...]) -> AFTState:
-    at = torch.tensor(index, dtype=torch.long, device=states.max.device)
-    return AFTState(*(x.index_select(1, at) for x in states))
-
-
-def _spread(x: Tensor, length: int) -> Tensor:
-    """[G, tiles, ...] repeated for each of the first ``length`` positions: [G, length, ...]."""
-    return x.repeat_interleave(TILE, 1)[:, :length]
-
-
-def _rows(x: Tensor, blocks: Blocks) -> Tensor:
-    return pieces(x, blocks.row, blocks.step, blocks.rows, blocks.count)
-
-
-def _columns(x: Tensor, blocks: Blocks) -> Tensor:
-    return pieces(x, blocks.column, blocks.step, blocks.columns, blocks.count)
-
-
-def _affordable(plan: Plan, groups: int, channels: int):
-    """The plan's blocks, cut so that no temporary exceeds the budget."""
-    for blocks in plan.blocks:
-        size = groups * max(blocks.rows * blocks.columns, max(blocks.rows, blocks.columns) * channels)
-        at_once = max(1, BUDGET // max(1, size))
-        for start in range(0, blocks.count, at_once):
-            yield blocks.narrow(start, min(at_once, blocks.count - start))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The operators' flat arguments, put together again."""
-
-    keys: Tensor
-    values: Tensor
-    source: BlockSource
-    plan: Plan
+def eager_mean_backward(
+    grad: Tensor, result: Tensor, logsum: Tensor, keys: Tensor, values: Tensor, *bias_and_settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of keys, values and of the bias's one or two tensors (empty where there are none)."""
+    with torch.autocast(keys.device.type, enabled=False):
+        source, plan, T = _prepare(keys, *bias_and_settings)
+        in_double = T * values.numel() <= SMALL or _is_extreme(values, grad) or _is_saturated(keys, source)
+        wide_keys, wide_values = _widen(keys, values, in_double)
+        if wide_keys.dtype != result.dtype:
+            result, logsum = tiled.forward(wide_keys, wide_values, source, plan, T)
+        grad_keys, grad_values = tiled.backward(
+            grad.to(wide_keys.dtype), wide_keys, wide_values, source, plan, result, logsum
+        )
+        of_bias = [x.contiguous() for x in source.gradients()]
+        first, second = of_bias + [keys.new_empty(0) for _ in range(2 - len(of_bias))]
+        return grad_keys.to(keys.dtype), grad_values.to(values.dtype), first, second
 
 
 def _prepare(
     keys: Tensor,
-    values: Tensor,
     table: Tensor | None,
     left: Tensor | None,
     right: Tensor | None,
@@ -462,18 +127,11 @@ def _prepare(
     key_width: int,
     anchor_row: int,
     anchor_column: int,
-    in_double: bool,
-) -> _Call:
-    dtype = torch.promote_types(keys.dtype, values.dtype)
-    dtype = torch.float64 if in_double else torch.promote_types(dtype, torch.float32)
-    keys, values = keys.to(dtype), values.to(dtype)
-    absent = torch.isneginf(keys)
-    if absent.any():
-        # The value of an absent key is never read, so that not even a NaN there is.
-        values = values.masked_fill(absent[..., None], 0.0)
+) -> tuple[BlockSource, Plan, int]:
+    """The operators' flat arguments as a bias to read in blocks, the blocks to visit, and T."""
     S = keys.shape[1]
     source: BlockSource
-    band: tuple[int, int] | None = None
+    band: tuple[int, int] | None = None  # s - t of the pairs whose bias may not be zero: behind, ahead
     if table is not None:
         source = DenseBlocks(table, window_size)
     elif left is not None and right is not None:
@@ -482,9 +140,9 @@ def _prepare(
         one_row = query_width == key_width and query_width >= max(T, S)
         source = KernelBlocks(kernel, query_width, key_width, (anchor_row, anchor_column), one_row)
         if query_width == key_width:
-            below, beside = kernel.shape[1] - 1 - anchor_row, kernel.shape[2] - 1 - anchor_column
             behind = anchor_row * key_width + anchor_column
-            band = (max(0, behind), max(0, below * key_width + beside))
+            cells = (kernel.shape[1] - 1) * key_width + kernel.shape[2] - 1
+            band = (behind, cells - behind)
     else:
         source = ZeroBlocks(keys)
         band = (-1, -1)
@@ -492,12 +150,17 @@ def _prepare(
         band = (window_size - 1, window_size - 1)
     if hidden is not None:
         source = MaskedBlocks(source, hidden)
-    near_everything = band is None or (band[0] >= T and band[1] >= S)
-    if hidden is not None or near_everything or band is None:
-        plan = dense_plan(T, S, causal)
-    else:
-        plan = banded_plan(T, S, causal, *band)
-    return _Call(keys, values, source, plan)
+    if band is None or hidden is not None or (band[0] >= T and band[1] >= S):
+        return source, dense_plan(T, S, causal), T
+    return source, banded_plan(T, S, causal, *band), T
+
+
+def _widen(keys: Tensor, values: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
+    """Both in one dtype, float32 or wider; the value of an absent key is 0, lest it be a NaN."""
+    dtype = torch.float64 if in_double else _result_dtype(keys, values)
+    keys, values = keys.to(dtype), values.to(dtype)
+    absent = torch.isneginf(keys)
+    return keys, values.masked_fill(absent[..., None], 0.0) if absent.any() else values
 
 
 def _is_extreme(*factors: Tensor) -> bool:
@@ -510,144 +173,56 @@ def _is_extreme(*factors: Tensor) -> bool:
     return size > LARGE
 
 
-def _is_saturated(
-    keys: Tensor, table: Tensor | None, left: Tensor | None, right: Tensor | None, kernel: Tensor | None
-) -> bool:
+def _is_saturated(keys: Tensor, source: BlockSource) -> bool:
     """Whether keys or biases are so far apart that most weights are 0 or 1.
 
     The gradients of keys and biases are then small differences of large terms, g . v - g . y, and in float32
     would be rounding noise.
     """
-    spreads = [_spread_along(keys, 1)]
-    if table is not None:
-        spreads.append(_spread_along(table, 2))
-    if left is not None and right is not None and left.numel() and right.numel():
-        spreads.append(2.0 * float(left.norm(dim=1).amax() * right.norm(dim=1).amax()))
-    if kernel is not None:
-        spreads.append(2.0 * float(kernel.abs().masked_fill(torch.isinf(kernel), 0.0).amax()))
-    return max(spreads) > SPREAD
+    return spread(keys, 1) > tiled.SPREAD or source.spread() > tiled.SPREAD
 
 
-def _spread_along(x: Tensor, dim: int) -> float:
-    """The largest distance between two finite entries along ``dim``."""
-    if x.numel() == 0:
-        return 0.0
-    low, top = x.aminmax(dim=dim, keepdim=True)
-    if not torch.isneginf(low).any():
-        return float((top - low).amax())
-    return float(
-        (top - torch.where(torch.isneginf(x), top, x).amin(dim, keepdim=True)).nan_to_num(0.0).amax()
-    )
+def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(keys.dtype, values.dtype), torch.float32)
 
 
-def eager_mean(
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor | None,
-    left: Tensor | None,
-    right: Tensor | None,
-    kernel: Tensor | None,
-    hidden: Tensor | None,
-    T: int,
-    causal: bool,
-    window_size: int | None,
-    query_width: int,
-    key_width: int,
-    anchor_row: int,
-    anchor_column: int,
-) -> tuple[Tensor, Tensor]:
-    """keys [G, S, N], values [G, S, N, P] -> mean [G, T, N, P], float32 or wider, and logsum [G, T, N]."""
-    with torch.autocast(keys.device.type, enabled=False):
-        call = _prepare(
-            keys, values, table, left, right, kernel, hidden, T, causal, window_size,
-            query_width, key_width, anchor_row, anchor_column, _is_extreme(values),
-        )  # fmt: skip
-        result, logsum = _forward(call.keys, call.values, call.source, call.plan, T)
-        return result.to(_result_dtype(keys, values)).contiguous(), logsum.contiguous()
-
-
-def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *rest):
+def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *_):
     G, _, N = keys.shape
     result = keys.new_empty(G, T, N, values.shape[3], dtype=_result_dtype(keys, values))
     return result, keys.new_empty(G, T, N, dtype=torch.float64)
 
 
-def eager_mean_backward(
-    grad: Tensor,
-    result: Tensor,
-    logsum: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor | None,
-    left: Tensor | None,
-    right: Tensor | None,
-    kernel: Tensor | None,
-    hidden: Tensor | None,
-    T: int,
-    causal: bool,
-    window_size: int | None,
-    query_width: int,
-    key_width: int,
-    anchor_row: int,
-    anchor_column: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of keys, values and of the bias's one or two tensors (empty where there are none)."""
-    with torch.autocast(keys.device.type, enabled=False):
-        in_double = (
-            T * values.numel() <= SMALL
-            or _is_extreme(values, grad)
-            or _is_saturated(keys, table, left, right, kernel)
-        )
-        call = _prepare(
-            keys, values, table, left, right, kernel, hidden, T, causal, window_size,
-            query_width, key_width, anchor_row, anchor_column, in_double,
-        )  # fmt: skip
-        dtype = call.keys.dtype
-        if dtype != result.dtype:
-            result, logsum = _forward(call.keys, call.values, call.source, call.plan, T)
-        grad_keys, grad_values = _backward(
-            grad.to(dtype), call.keys, call.values, call.source, call.plan, result, logsum
-        )
-        source = call.source.source if isinstance(call.source, MaskedBlocks) else call.source
-        first, second = keys.new_empty(0), keys.new_empty(0)
-        match source:
-            case DenseBlocks() | KernelBlocks():
-                first = source.grad.to(
-                    source.table.dtype if isinstance(source, DenseBlocks) else source.kernel.dtype
-                )
-            case LowRankBlocks():
-                first = source.grad_left[0].to(source.left.dtype)
-                second = source.grad_right[0].to(source.right.dtype)
-        return grad_keys.to(keys.dtype), grad_values.to(values.dtype), first.contiguous(), second
-
-
-def _fake_mean_backward(grad, result, logsum, keys, values, table, left, right, kernel, *rest):
+def _fake_mean_backward(grad, result, logsum, keys, values, table, left, right, kernel, *_):
     first = table if table is not None else left if left is not None else kernel
-    empty = keys.new_empty(0)
-    return (
-        torch.empty_like(keys, memory_format=torch.contiguous_format),
-        torch.empty_like(values, memory_format=torch.contiguous_format),
-        empty if first is None else torch.empty_like(first, memory_format=torch.contiguous_format),
-        empty.clone() if right is None else torch.empty_like(right, memory_format=torch.contiguous_format),
-    )
+    none = keys.new_empty(0)
+    of_bias = (none if x is None else x for x in (first, right))
+    return tuple(x.new_empty(x.shape) for x in (keys, values, *of_bias))
 
 
-def _register(name: str, function: Callable, fake: Callable) -> Callable:
+_CALL = (
+    "Tensor keys, Tensor values, Tensor? table, Tensor? left, Tensor? right, Tensor? kernel, Tensor? hidden, "
+    "SymInt T, bool causal, SymInt? window_size, SymInt query_width, SymInt key_width, SymInt anchor_row, "
+    "SymInt anchor_column"
+)
+# Not `torch.library.custom_op`, whose wrapper imports torch._dynamo at the first call: seconds for a command.
+_LIBRARY = torch.library.Library("aft", "FRAGMENT")
+
+
+def _register(function: Callable, fake: Callable, schema: str) -> Callable:
     """Makes ``torch.ops.aft.<name>`` of a function of tensors, without autograd of its own."""
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    name = function.__name__
+    _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"aft::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.aft, name).default
 
 
-# Not `torch.library.custom_op`, whose wrapper imports torch._dynamo at the first call: seconds for a command.
-_LIBRARY = torch.library.Library("aft", "FRAGMENT")
-_MEAN = _register("eager_mean", eager_mean, _fake_mean)
-_MEAN_BACKWARD = _register("eager_mean_backward", eager_mean_backward, _fake_mean_backward)
-
-
-def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(keys.dtype, values.dtype), torch.float32)
+_MEAN = _register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor)")
+_MEAN_BACKWARD = _register(
+    eager_mean_backward,
+    _fake_mean_backward,
+    f"(Tensor grad, Tensor result, Tensor logsum, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 def _map_over(function, count: int, in_dims: tuple, args: tuple):
