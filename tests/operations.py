@@ -45,7 +45,8 @@ def by_the_sums(
 ) -> Tensor:
     """Equations 2 and 4 to 6 by loops over sequences and queries, in float64.
 
-    The only liberty: each sum's exponents are taken relative to their largest, which changes no quotient.
+    The only liberty: each sum's exponents are taken relative to their largest, keys and biases apart (a bias
+    of 1e38 would swallow the keys), which changes no quotient.
     """
     q, k, v, *bias = (x.double() for x in inputs)
     B, T, D = q.shape
@@ -54,7 +55,7 @@ def by_the_sums(
     rows = []
     for b in range(B):
         for t in range(T):
-            exponent = k[b] + (w[b % w.shape[0], t] if w is not None else 0.0)
+            bias = w[b % w.shape[0], t] if w is not None else torch.zeros(1, 1, dtype=torch.float64)
             visible = torch.ones(S, dtype=torch.bool)
             if causal:
                 visible &= torch.arange(S) <= t
@@ -62,11 +63,17 @@ def by_the_sums(
                 visible &= ~key_padding_mask[b]
             if attn_mask is not None:
                 visible &= ~(attn_mask[t] if attn_mask.ndim == 2 else attn_mask[b, t])
-            exponent, values = exponent[visible].expand(-1, H), v[b][visible].unflatten(1, (H, D // H))
-            if not len(exponent):
+            values = v[b][visible].unflatten(1, (H, D // H))
+            if not len(values):
                 rows.append(torch.zeros(D, dtype=torch.float64) * q[b, t])
                 continue
-            weight = torch.exp(exponent - exponent.detach().amax(0).clamp_min(torch.finfo(torch.float64).min))
+            keys, bias = k[b][visible], bias.expand(S, H)[visible]
+            exponent = torch.zeros_like(keys)
+            for _ in range(2):
+                top = (exponent if _ else keys + bias).detach().argmax(0, keepdim=True)
+                origin = keys.detach().gather(0, top), bias.detach().gather(0, top)
+                exponent = (keys - origin[0].nan_to_num(neginf=0)) + (bias - origin[1].nan_to_num(neginf=0))
+            weight = torch.exp(exponent)
             denominator = weight.sum(0)
             ratio = (weight[..., None] * values).sum(0) / torch.where(denominator > 0, denominator, 1.0)[
                 :, None

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -104,6 +105,35 @@ def test_a_kernel_of_one_cell_is_its_shift(layer):
     assert layer.kernel.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [5, 6, 7, 11])
+@pytest.mark.parametrize("constant", [0.1, 0.3, 1e20])
+def test_a_constant_kernel_is_its_shift(size, constant):
+    layer = AFTConv1d(D, 2, size)
+    nn.init.constant_(layer.kernel, constant)
+    nn.init.ones_(layer.kernel_gain)
+    assert (layer.position_kernel() == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1e-30, 1e-23, 1e-4, 1.0, 1e20])
+def test_the_kernel_is_equation_8_at_every_scale(scale, dtype):
+    layer = AFTConv1d(D, 2, 7, dtype=dtype)
+    w = (layer.kernel.detach().double() * scale).to(dtype)
+    if not w.isfinite().all() or w.unique().numel() < 5:
+        pytest.skip(f"{dtype} cannot hold a kernel of scale {scale}")
+    layer.kernel.data = w
+    nn.init.ones_(layer.kernel_gain)
+    w = w.double()
+    wanted = (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True, unbiased=False)
+    assert relative_error(layer.position_kernel(), wanted) < 1e-6
+    layer.position_kernel().square().sum().backward()
+    assert layer.kernel.grad.isfinite().all()
+
+
+def test_an_empty_batch(make):
+    assert make()(torch.randn(0, 5, D))[0].shape == (0, 5, D)
+
+
 def test_every_parameter_learns(make):
     layer = make(causal=True)
     target, x = torch.randn(4, T, D), torch.randn(4, T, D)
@@ -185,8 +215,18 @@ def test_masks_mean_what_they_mean_in_multihead_attention(make):
 
 
 BAD_MASKS = {
-    "an integer mask": (torch.zeros(T, T, dtype=torch.long), TypeError, "bool tensor .* got torch.int64"),
+    "an integer mask": (
+        torch.zeros(T, T, dtype=torch.long),
+        TypeError,
+        "must be a bool tensor, True = hidden; got torch.int64",
+    ),
     "a float mask": (torch.rand(T, T), TypeError, "other values than 0 and -inf"),
+    "a float mask of large negative numbers": (
+        torch.full((T, T), torch.finfo(torch.float32).min),
+        TypeError,
+        "other values than 0 and -inf",
+    ),
+    "a list": ([[True]], TypeError, "attn_mask must be a bool tensor, got list"),
     "one a head": (
         torch.zeros(8, T, T, dtype=torch.bool),
         ValueError,
@@ -225,6 +265,15 @@ def test_a_sequence_longer_than_the_table_is_an_error():
         (lambda: AFTConv1d(D, 3, 5), "embed_dim must be a multiple of num_heads, got 8 and 3"),
         (lambda: AFTConv1d(D, 4, (3, 3)), "kernel_size must be 1 ints"),
         (lambda: AFTConv2d(D, 4, 0), "kernel_size must be at least 1, got 0"),
+        (lambda: AFTConv1d(D, 4, 2.5), "kernel_size must be an int, got float"),
+        (lambda: AFTConv2d(D, 4, 3, batch_first=False), "batch_first=False has no meaning for a grid"),
+        (lambda: AFTFull(D, T, num_heads=4), "unexpected keyword argument|multiple values"),
+        (lambda: AFTSimple(D, impl="fast"), "impl must be one of 'auto', 'reference', 'eager', got 'fast'"),
+        (lambda: AFTSimple(D, kdim=0), "kdim must be at least 1, got 0"),
+        (
+            lambda: AFTSimple(D)(torch.randn(1, T, D), attn_mask=torch.zeros(99), is_causal=True),
+            r"attn_mask must be \(12, 12\) or \(1, 12, 12\)",
+        ),
         (lambda: AFTSimple(D)(torch.randn(2, 3, 5)), r"query must be \[B, T, 8\] .* got query \(2, 3, 5\)"),
         (lambda: AFTSimple(D)(torch.randn(3)), r"query must be"),
         (lambda: AFTConv2d(D, 4, 3)(torch.randn(2, D)), r"query must be \[B, Y, X, 8\]"),
@@ -263,6 +312,22 @@ def test_inside_a_transformer_encoder(make, batch_first, norm_first):
     first, second = (layer.self_attn for layer in encoder.layers)
     assert all(p.grad is not None for p in first.parameters())
     assert first.v_proj.weight is not second.v_proj.weight
+
+
+def test_put_into_an_encoder_that_packs_padded_sequences(make):
+    """``nn.TransformerEncoder`` chose nested tensors when it was built, around another attention."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True), 2)
+    for layer in encoder.layers:
+        layer.self_attn = make()
+    x = torch.randn(3, T, D)
+    padding = torch.zeros(3, T, dtype=torch.bool)
+    padding[0, 9:] = True
+    wanted = encoder(x, src_key_padding_mask=padding).detach().masked_fill(padding[..., None], 0.0)
+    encoder.eval()
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nested tensors are a prototype
+        got = encoder(x, src_key_padding_mask=padding)
+    assert relative_error(got, wanted) < 1e-6
 
 
 def test_inside_a_transformer_decoder(make):
@@ -316,6 +381,8 @@ def test_autocast_and_compile(make):
     padding = torch.zeros(2, T)
     padding[0, 3] = -torch.inf
     assert relative_error(compiled(x, x, x, padding)[0], layer(x, x, x, padding)[0]) < 1e-6
+    with torch.no_grad():
+        assert relative_error(compiled(x)[0], layer(x)[0]) < 1e-6
 
 
 def test_gates_and_activations(make):
@@ -327,6 +394,8 @@ def test_gates_and_activations(make):
     k = []
     bounded.k_proj.register_forward_hook(lambda *args: k.append(args[2]))
     assert bounded(x)[0].shape == x.shape
+    bounded.eval()
+    assert torch.equal(bounded(x)[0], bounded.train()(x)[0])
     plain = copy.deepcopy(bounded)
     plain.key_activation = None
     assert not torch.equal(plain(x)[0], bounded(x)[0])

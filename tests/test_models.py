@@ -12,9 +12,9 @@ from operations import relative_error
 
 pytest.importorskip("transformers", reason="needs the extra `models`")
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from aft.models import MIXERS, AFTConfig, AFTForCausalLM
+from aft.models import MIXERS, AFTConfig, AFTForCausalLM, AFTModel
 
 SETTINGS = {
     "vocab_size": 11,
@@ -53,6 +53,17 @@ def test_causal_to_the_bit(model):
     assert not torch.equal(model(changed).logits[:, 13:], logits[:, 13:])
 
 
+def test_the_outputs_of_a_transformers_model(model):
+    x = tokens()
+    outputs = model(x, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 3
+    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    assert torch.equal(model(x, return_dict=False)[0], outputs.logits)
+    assert torch.equal(model(x, logits_to_keep=3).logits, outputs.logits[:, -3:])
+    assert torch.equal(model(x, logits_to_keep=torch.tensor([0, 7])).logits, outputs.logits[:, [0, 7]])
+    assert model(x[:0]).logits.shape == (0, 20, 11)
+
+
 def test_the_loss_is_the_mean_over_shifted_labels(model):
     x = tokens()
     logits = model(x).logits
@@ -78,6 +89,7 @@ def test_saved_and_loaded(model, tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(again, AFTForCausalLM)
+    assert isinstance(AutoModel.from_pretrained(tmp_path), AFTModel)
     assert torch.equal(again(x).logits, model(x).logits)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == again.config.to_dict()
 
@@ -189,7 +201,10 @@ def test_bad_arguments_of_a_call(model):
         ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
         ({"mixer": "conv", "hidden_size": 30}, "multiple of num_attention_heads, got 30 and 8"),
         ({"bias_rank": 0}, "bias_rank must be at least 1"),
-        ({"alphabet": [1, 2]}, "alphabet must hold vocab_size = 256 bytes, got 2"),
+        ({"alphabet": [1, 2]}, "alphabet must hold vocab_size = 256 different bytes, got 2"),
+        ({"vocab_size": 3, "alphabet": [1, 1, 999]}, "got 3 numbers, 1 different bytes"),
+        ({"intermediate_size": -5}, "intermediate_size must be at least 1, got -5"),
+        ({"initializer_range": -1.0}, "initializer_range must be at least 0"),
     ],
 )
 def test_bad_configurations_are_named(options, message):

@@ -60,6 +60,45 @@ def test_1_values_up_to_the_largest_float(operation):
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize("size", [1e10, 1e16, 1e28, 1e36])
+@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+def test_1_large_values(operation, size):
+    q, k, v, *bias = operation.inputs(T=70, key_scale=10.0, bias_scale=10.0)
+    _check_against_reference(operation, (q, k, v * size, *bias), causal=True)
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-22, 1e-30])
+@pytest.mark.parametrize("causal", [False, True])
+def test_1_small_values_do_not_vanish(size, causal):
+    """Weights of e^-55 times values of 1e-22 are below float32's range, and their quotient is not."""
+    T = 200
+    k = torch.linspace(0, 55, T)[None, :, None].expand(1, T, 2).contiguous()
+    w = -torch.linspace(0, 55, T).expand(T, T).contiguous()
+    v = (torch.rand(1, T, 2) + 1) * size
+    _check_against_reference(full(), (k, k, v, w), causal=causal)
+
+
+def test_1_hidden_products_do_not_overflow():
+    """Later keys of e^30, earlier ones of e^-29, large values: what causality hides is never infinite."""
+    N = 2048
+    k = torch.full((1, 64, N), 30.0)
+    k[:, 0], k[:, 1:32] = 0.0, -29.0
+    w = torch.zeros(64, 64)
+    w[:, 0] = -59.0
+    v = torch.full((1, 64, N), 1e10)
+    v[:, ::2] *= 0.5
+    _, grads = gradients(full(), (k, k, v, w), torch.ones_like(k), causal=True)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_1_a_low_rank_bias_of_any_size():
+    q, k, v, left, right = full_low_rank().inputs(T=70)
+    _, grads = gradients(
+        full_low_rank(), (q, k, v, left * 0, torch.full_like(right, 3e38)), torch.randn_like(q)
+    )
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 def test_1_no_epsilon_biases_the_result():
     """A mean of equal values is that value, however small the weights are."""
     k = torch.full((1, 40, 3), -80.0)
@@ -135,6 +174,39 @@ def test_2_bfloat16_errs_at_most_twice_as_much_as_its_formula(operation, causal)
     got = operation(*inputs, causal=causal)
     assert got.dtype == torch.bfloat16
     assert relative_error(got, exact) <= 2 * relative_error(formula, exact)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T", [4, 600])
+@pytest.mark.parametrize("size", [1e14, 1e17, 3e38])
+@pytest.mark.parametrize("operation", [full(), full(by_sequence=True), local(70), conv(40)], ids=str)
+def test_2_a_bias_does_not_swallow_the_keys(operation, size, T, causal):
+    """A row of -3e38, as a mask's is, or a third of the keys at 1e17: the small parts still decide."""
+    q, k, v, bias = operation.inputs(T=T, B=1)
+    k[:, ::3] += size
+    _check_against_reference(operation, (q, k, v, bias), causal=causal)
+    if operation.name.startswith("full"):
+        q, k, v, bias = operation.inputs(T=T, B=1)
+        bias[..., 2, :] = -size
+        bias[..., 1::4, ::2] = size
+        inputs = (q, k, v, bias)
+        _check_against_reference(operation, inputs, causal=causal)
+        assert (
+            relative_error(operation(*inputs, causal=causal), by_the_sums(operation, *inputs, causal=causal))
+            < 1e-5
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias_scale", [1.0, 30.0, 100.0])
+def test_2_padding_beside_wide_biases(bias_scale, causal):
+    """The largest bias of a row may lie on a key that is not there."""
+    for operation in (full(), full(by_sequence=True)):
+        inputs = operation.inputs(T=130, key_scale=0.1, bias_scale=bias_scale)
+        padding = torch.rand(2, 130) < 0.5
+        _check_against_reference(operation, inputs, causal=causal, key_padding_mask=padding)
+        hidden = torch.rand(130, 130) < 0.5
+        _check_against_reference(operation, inputs, causal=causal, key_padding_mask=padding, attn_mask=hidden)
 
 
 @pytest.mark.slow
@@ -230,6 +302,17 @@ def test_3_an_absent_key_has_no_weight_and_no_gradient(operation, causal):
     channels = v.shape[2] // k.shape[2]
     assert (grads[1][absent] == 0).all()
     assert (grads[2][absent.repeat_interleave(channels, 2)] == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+def test_3_what_an_absent_key_has_for_a_value_is_never_read(operation, impl):
+    q, k, v, *bias = operation.inputs(T=70)
+    k[:, 3] = -torch.inf
+    wanted = operation(q, k, v * 1e38, *bias, causal=True, impl=impl)
+    v = v * 1e38
+    v[:, 3] = torch.nan
+    assert torch.equal(operation(q, k, v, *bias, causal=True, impl=impl), wanted)
 
 
 @pytest.mark.parametrize("bias_scale", SCALES)
@@ -357,6 +440,7 @@ def test_6_no_gradient_flows_from_the_future(operation):
 def test_6_a_changed_future_changes_no_bit_of_the_past(operation, scale, shift):
     T = _length(operation, 330)
     q, k, v, *bias = operation.inputs(T=T, key_scale=scale, bias_scale=scale)
+    # Values beyond 1e10 send the whole call to float64, whose last bit may round otherwise: see the README.
     y = operation(q, k, v, *bias, causal=True)
     for cut in {1, T // 3, T - 1}:
         changed = [x.clone() for x in (q, k, v)]

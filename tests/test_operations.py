@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aft.ops import AFTState, aft_conv, aft_full, aft_local, aft_simple, available_impls, combine
+from aft.ops.state import empty_state
 from aft.ops.tiles import banded_plan, dense_plan
 from operations import (
     GRID_OPERATIONS,
@@ -178,6 +179,23 @@ def _check_compiled(operation, backend):
 
 
 @pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask"])
+def test_compiles_without_gradients_and_with_masks(operation, mask):
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda *x, **o: operation(*x, causal=True, **o), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for T in (9, 33):
+        inputs = operation.inputs(T=T)
+        options = {mask: torch.rand(2 if mask == "key_padding_mask" else T, T) < 0.3}
+        with torch.no_grad():
+            assert (
+                relative_error(compiled(*inputs, **options), operation(*inputs, causal=True, **options))
+                < 1e-6
+            )
+
+
+@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
 def test_compiles_whole_with_a_dynamic_length(operation):
     _check_compiled(operation, "aot_eager")
 
@@ -205,10 +223,10 @@ def test_the_operators_pass_opcheck(operation):
     settings = (70, True, window, 70, 70, 0, 3)
     arguments = (k, v, *tensors.values(), None, *settings)
     torch.library.opcheck(torch.ops.aft.eager_mean.default, arguments)
-    mean, logsum = torch.ops.aft.eager_mean(*arguments)
-    backward = (torch.randn_like(mean), mean, logsum, *arguments)
+    mean, *sums = torch.ops.aft.eager_mean(*arguments)
+    backward = (torch.randn_like(mean), mean, *sums, *arguments)
     torch.library.opcheck(torch.ops.aft.eager_mean_backward.default, backward)
-    assert all(x.is_contiguous() for x in (mean, logsum, *torch.ops.aft.eager_mean_backward(*backward)))
+    assert all(x.is_contiguous() for x in (mean, *sums, *torch.ops.aft.eager_mean_backward(*backward)))
 
 
 def test_exports_with_a_dynamic_length():
@@ -258,6 +276,20 @@ def test_a_second_derivative_is_refused_by_name(operation):
         grad.sum().backward()
 
 
+def test_forward_mode_is_the_references():
+    q, k, v = simple().inputs(T=4)
+    with pytest.raises(NotImplementedError, match="forward mode AD"):
+        torch.func.jvp(lambda k: aft_simple(q, k, v), (k,), (k,))
+    torch.func.jvp(lambda k: aft_simple(q, k, v, impl="reference"), (k,), (k,))
+
+
+def test_tensors_without_data():
+    """Shapes can be worked out on the meta device."""
+    x = torch.empty(2, 5, 4, device="meta")
+    assert aft_simple(x, x, x, causal=True).shape == x.shape
+    assert aft_full(x, x, x, torch.empty(5, 5, device="meta"), impl="reference").shape == x.shape
+
+
 @pytest.mark.parametrize("gate", [None, torch.tanh, torch.nn.functional.relu])
 @pytest.mark.parametrize("impl", ["eager", "reference"])
 def test_any_query_gate(gate, impl):
@@ -276,12 +308,12 @@ def test_states_of_neighbouring_pieces_combine(first, second, seed):
     def state(x, v):
         peak = x.amax(0)
         weight = torch.exp(x - peak).float()
-        return AFTState((weight[..., None] * v).sum(0), weight.sum(0), peak)
+        return AFTState((weight[..., None] * v).sum(0), weight.sum(0), peak, torch.zeros_like(peak))
 
     joined = combine(state(x[:first], v[:first]), state(x[first:], v[first:]))
     whole = state(x, v)
     assert relative_error(joined.num / joined.den[..., None], whole.num / whole.den[..., None]) < 1e-5
-    empty = AFTState(torch.zeros(3, 1), torch.zeros(3), torch.full((3,), -torch.inf, dtype=torch.float64))
+    empty = empty_state(whole.den, 3, values=1)
     assert all(torch.equal(a, b) for a, b in zip(combine(whole, empty), whole, strict=True))
 
 
@@ -374,6 +406,15 @@ BAD_CALLS = {
     "a sequence for a planar kernel": (
         lambda: aft_conv(*[_tensor(1, 3, 4)] * 3, _tensor(4, 3, 3)),
         r"q must be \[B, Y, X, D\]",
+    ),
+    "a kernel that is a list": (lambda: aft_conv(*[_tensor(1, 3, 4)] * 3, [1.0]), "kernel must be a tensor"),
+    "no query": (
+        lambda: aft_simple(None, _tensor(1, 3, 4), _tensor(1, 3, 4)),
+        "q must be a tensor, got NoneType",
+    ),
+    "a mask that is a list": (
+        lambda: aft_simple(*[_tensor(1, 3, 4)] * 3, key_padding_mask=[True]),
+        r"key_padding_mask must be a bool tensor \[B, S\] = \(1, 3\), True = hidden; got list",
     ),
     "an unknown implementation": (
         lambda: aft_simple(*[_tensor(1, 3, 4)] * 3, impl="fast"),

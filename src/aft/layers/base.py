@@ -1,5 +1,6 @@
 """What the AFT layers share: projections, masks, and the manners of ``nn.MultiheadAttention``."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from aft.ops import reference
-from aft.ops.functional import QueryGate, gated_mean
+from aft.ops.functional import QueryGate, check_impl, gated_mean
 from aft.ops.spec import Problem
 
 Activation = Callable[[Tensor], Tensor]
@@ -32,9 +33,9 @@ class AFTLayer(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        num_heads: int = 1,
+        num_heads: int,
+        key_channels: int,
         *,
-        key_channels: int | None = None,
         causal: bool = False,
         bias: bool = True,
         kdim: int | None = None,
@@ -48,14 +49,18 @@ class AFTLayer(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
-        for label, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-            check_positive(name, label, size)
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        for label, size in sizes.items():
+            if size is not None:
+                check_positive(name, label, size)
         if embed_dim % num_heads:
             raise ValueError(
                 f"{name}: embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        check_impl(impl)
         self.causal, self.batch_first, self.impl = causal, batch_first, impl
         self.query_gate, self.key_activation = query_gate, key_activation
         self.dropout = 0.0
@@ -63,7 +68,7 @@ class AFTLayer(nn.Module):
         factory = {"device": device, "dtype": dtype}
         gated = query_gate is not None
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory) if gated else None
-        self.k_proj = nn.Linear(self.kdim, key_channels or embed_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(self.kdim, key_channels, bias=bias, **factory)
         self.v_proj = nn.Linear(self.vdim, embed_dim, bias=bias, **factory)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
 
@@ -107,6 +112,8 @@ class AFTLayer(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        if query.is_nested:
+            return self._forward_nested(query), None
         batched = query.ndim == self._space + 2
         self._check_inputs(query, key, value)
         if not batched:
@@ -115,14 +122,13 @@ class AFTLayer(nn.Module):
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
-        B, T, S = query.shape[0], query[0, ..., 0].numel(), key[0, ..., 0].numel()
+        B, T, S = query.shape[0], math.prod(query.shape[1:-1]), math.prod(key.shape[1:-1])
         causal = self.causal or is_causal
         name = type(self).__name__
-        positions = tuple(key.shape[1:-1])
-        hidden_keys = as_bool_mask(name, "key_padding_mask", key_padding_mask, [(B, *positions)])
-        hidden_pairs = None
-        if attn_mask is not None and not is_causal:
-            hidden_pairs = as_bool_mask(name, "attn_mask", attn_mask, [(T, S), (B, T, S)])
+        hidden_keys = as_bool_mask(name, "key_padding_mask", key_padding_mask, [(B, *key.shape[1:-1])])
+        hidden_pairs = as_bool_mask(name, "attn_mask", attn_mask, [(T, S), (B, T, S)])
+        if is_causal:
+            hidden_pairs = None  # the mask is said to be the causal one, which costs nothing
 
         # Without a gate there is nothing to ask of the query but its shape.
         q = query if self.q_proj is None else self.q_proj(query)
@@ -139,6 +145,15 @@ class AFTLayer(nn.Module):
         if not batched:
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _forward_nested(self, query: Tensor) -> Tensor:
+        """Sequences of different lengths, as ``nn.TransformerEncoder`` packs padded ones to evaluate."""
+        lengths = [len(sequence) for sequence in query.unbind()]
+        padded = torch.nested.to_padded_tensor(query, 0.0)
+        length = torch.tensor(lengths, device=padded.device)[:, None]
+        padding = torch.arange(padded.shape[1], device=padded.device) >= length
+        output = self(padded, padded, padded, padding)[0]
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)])
 
     def _problem(
         self,
@@ -175,27 +190,31 @@ def as_bool_mask(name: str, label: str, mask: Tensor | None, shapes: list[tuple[
     """A boolean mask, True = hidden, from one or from its 0 / -inf form; anything else is refused."""
     if mask is None:
         return None
-    expected = " or ".join(map(str, shapes))
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name}: {label} must be a bool tensor, got {type(mask).__name__}")
     if tuple(mask.shape) not in shapes:
         raise ValueError(
-            f"{name}: {label} must be {expected} (one for all channels: AFT has no mask a head), "
+            f"{name}: {label} must be {_either(shapes)} (one for all channels: AFT has no mask a head), "
             f"got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        raise TypeError(f"{name}: {label} must be a bool tensor {expected}, True = hidden; got {mask.dtype}")
+        raise TypeError(f"{name}: {label} must be a bool tensor, True = hidden; got {mask.dtype}")
     hidden = torch.isneginf(mask)
     only_hides = (hidden | (mask == 0)).all()
-    message = (
-        f"{name}: {label} must be a bool tensor {expected}, True = hidden; got a {mask.dtype} one that holds "
-        "other values than 0 and -inf (a bias to be learnt or added belongs into position_bias)"
-    )
     if torch.compiler.is_compiling():
-        torch._assert_async(only_hides, message)
+        torch._assert_async(only_hides, "a float mask holds other values than 0 and -inf")
     elif not only_hides:
-        raise TypeError(message)
+        raise TypeError(
+            f"{name}: {label} must be a bool tensor, True = hidden; got a {mask.dtype} one that holds other "
+            "values than 0 and -inf (a bias to be learnt or added belongs into position_bias)"
+        )
     return hidden
+
+
+def _either(shapes: list[tuple[int, ...]]) -> str:
+    return " or ".join(str(tuple(map(int, shape))) for shape in shapes)
 
 
 def check_positive(name: str, label: str, value: object) -> None:

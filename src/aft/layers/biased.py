@@ -54,7 +54,7 @@ class AFTFull(AFTLayer):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        super().__init__(embed_dim, device=device, dtype=dtype, **options)
+        super().__init__(embed_dim, 1, embed_dim, device=device, dtype=dtype, **options)
         name = type(self).__name__
         max_source_len = max_seq_len if max_source_len is None else max_source_len
         check_positive(name, "max_seq_len", max_seq_len)
@@ -128,7 +128,7 @@ class AFTSimple(AFTLayer):
     """
 
     def __init__(self, embed_dim: int, **options: Any):
-        super().__init__(embed_dim, **options)
+        super().__init__(embed_dim, 1, embed_dim, **options)
         self.reset_parameters()
 
     def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from aft.layers.base import AFTLayer, check_positive
 from aft.ops.functional import conv_problem
-from aft.ops.spec import Problem
+from aft.ops.spec import Problem, without_autocast
 
 
 class _AFTConv(AFTLayer):
@@ -22,11 +22,13 @@ class _AFTConv(AFTLayer):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        super().__init__(embed_dim, num_heads, key_channels=num_heads, device=device, dtype=dtype, **options)
-        sizes = (kernel_size,) * self._space if isinstance(kernel_size, int) else tuple(kernel_size)
+        super().__init__(embed_dim, num_heads, num_heads, device=device, dtype=dtype, **options)
+        sizes = tuple(kernel_size) if isinstance(kernel_size, tuple | list) else (kernel_size,) * self._space
         name = type(self).__name__
         if len(sizes) != self._space:
             raise ValueError(f"{name}: kernel_size must be {self._space} ints, got {kernel_size}")
+        if self._space == 2 and not self.batch_first:
+            raise ValueError(f"{name}: inputs are [B, Y, X, D]; batch_first=False has no meaning for a grid")
         for size in sizes:
             check_positive(name, "kernel_size", size)
         self.kernel_size, self.reparameterize = sizes, reparameterize
@@ -49,12 +51,17 @@ class _AFTConv(AFTLayer):
         """w, the kernel that the operation uses: [num_heads, *kernel_size], equation 8."""
         if not self.reparameterize:
             return self.kernel
-        flat = self.kernel.flatten(1)
-        centred = flat - flat.mean(1, keepdim=True)
-        variance = centred.square().mean(1, keepdim=True)
-        # A constant kernel (a single cell, say) has no shape to scale: its normal form is 0.
-        normal = centred * torch.rsqrt(variance.masked_fill(variance == 0, 1.0))
-        return (self.kernel_gain[:, None] * normal + self.kernel_shift[:, None]).view_as(self.kernel)
+        with without_autocast(self.kernel):
+            flat = self.kernel.flatten(1).double()
+            size = flat.detach().abs().amax(1, keepdim=True)
+            flat = flat / size.masked_fill(size == 0, 1.0)  # squares that neither vanish nor overflow
+            centred = flat - flat.mean(1, keepdim=True)
+            # A constant kernel (a single cell, say) has rounding but no shape to scale: its normal form is 0.
+            constant = centred.detach().abs().amax(1, keepdim=True) < 1e-12
+            variance = centred.square().mean(1, keepdim=True).masked_fill(constant, 1.0)
+            normal = centred.masked_fill(constant, 0.0) * torch.rsqrt(variance)
+            kernel = self.kernel_gain[:, None] * normal + self.kernel_shift[:, None]
+            return kernel.to(torch.promote_types(self.kernel.dtype, torch.float32)).view_as(self.kernel)
 
     def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:
         return conv_problem(q, k, v, self.position_kernel(), causal, key_padding_mask, attn_mask)

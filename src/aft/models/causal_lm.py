@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.utils import can_return_tuple
 
 from aft.layers import AFTConv1d, AFTFull, AFTLocal, AFTSimple
 from aft.models.configuration import AFTConfig
@@ -122,13 +123,15 @@ class AFTModel(AFTPreTrainedModel):
         assert isinstance(value, nn.Embedding)
         self.embed_tokens = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool = False,
         **_: Any,
-    ) -> Tensor:
+    ) -> BaseModelOutput:
         """Hidden states [B, T, D] of tokens [B, T] or of their embeddings [B, T, D].
 
         ``attention_mask`` [B, T] is 0 at padding, which is taken out before the layers run, so that padding
@@ -151,10 +154,16 @@ class AFTModel(AFTPreTrainedModel):
             order = torch.sort(attention_mask.eq(0).byte(), dim=1, stable=True).indices[..., None]
             x = x.gather(1, order.expand_as(x))
         x = self.dropout(x + self.embed_positions.weight[:T])
+        states = [x]
         for layer in self.layers:
             x = layer(x)
-        x = self.norm(x)
-        return x if order is None else torch.empty_like(x).scatter(1, order.expand_as(x), x)
+            states.append(x)
+        states[-1] = self.norm(x)
+        if order is not None:
+            states = [torch.empty_like(x).scatter(1, order.expand_as(x), x) for x in states]
+        return BaseModelOutput(
+            last_hidden_state=states[-1], hidden_states=tuple(states) if output_hidden_states else None
+        )
 
 
 class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
@@ -172,6 +181,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -179,22 +189,27 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
-        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutput:
         """Logits [B, T, vocab_size], and the mean loss in nats a token where labels are given.
 
         ``labels`` [B, T] are shifted here (position t predicts label t + 1), ``shift_labels`` [B, T] are not
-        (position t predicts label t); -100 is not counted. ``logits_to_keep`` n > 0: the last n positions.
+        (position t predicts label t); -100 is not counted. ``logits_to_keep``: the last n > 0
+        positions only, or those that a tensor names.
         """
-        hidden = self.model(input_ids, attention_mask, inputs_embeds)
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits, labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
             )
-        return CausalLMOutput(loss=loss, logits=logits)
+        return CausalLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
@@ -205,4 +220,5 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
 
 
 AutoConfig.register("aft", AFTConfig, exist_ok=True)
+AutoModel.register(AFTConfig, AFTModel, exist_ok=True)
 AutoModelForCausalLM.register(AFTConfig, AFTForCausalLM, exist_ok=True)

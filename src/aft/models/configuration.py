@@ -65,7 +65,7 @@ class AFTConfig(PreTrainedConfig):
             "max_position_embeddings",
             "num_attention_heads",
         )
-        for name in (*sizes, "window_size", "kernel_size"):
+        for name in (*sizes, "intermediate_size", "window_size", "kernel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.bias_rank is not None and self.bias_rank < 1:
@@ -77,7 +77,12 @@ class AFTConfig(PreTrainedConfig):
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout}")
-        if self.alphabet is not None and len(self.alphabet) != self.vocab_size:
-            raise ValueError(
-                f"alphabet must hold vocab_size = {self.vocab_size} bytes, got {len(self.alphabet)}"
-            )
+        if self.initializer_range < 0:
+            raise ValueError(f"initializer_range must be at least 0, got {self.initializer_range}")
+        if self.alphabet is not None:
+            known = len(set(self.alphabet) & set(range(256)))
+            if not known == len(self.alphabet) == self.vocab_size:
+                raise ValueError(
+                    f"alphabet must hold vocab_size = {self.vocab_size} different bytes, "
+                    f"got {len(self.alphabet)} numbers, {known} different bytes among them"
+                )

@@ -154,7 +154,7 @@ class LowRankBlocks(BlockSource):
     def spread(self) -> float:
         if 0 in (self.left.numel(), self.right.numel()):
             return 0.0
-        return 2.0 * float(self.left.norm(dim=2).amax() * self.right.norm(dim=2).amax())
+        return 2.0 * float(self.left.double().norm(dim=2).amax() * self.right.double().norm(dim=2).amax())
 
 
 class KernelBlocks(BlockSource):
@@ -208,13 +208,16 @@ class KernelBlocks(BlockSource):
 
 
 class MaskedBlocks(BlockSource):
-    """Another source with the keys hidden where ``hidden`` [G or 1, T, S] is True."""
+    """Another source with keys hidden where ``hidden`` [B or 1, T, S] is True; B divides the ``groups``."""
 
-    def __init__(self, source: BlockSource, hidden: Tensor):
-        self.source, self.hidden = source, hidden
+    def __init__(self, source: BlockSource, hidden: Tensor, groups: int):
+        self.source, self.hidden, self.groups = source, hidden, groups
 
     def read(self, blocks: Blocks) -> Tensor:
-        return torch.where(window(self.hidden, blocks), -torch.inf, self.source.read(blocks))
+        hidden = window(self.hidden, blocks)
+        if 1 < hidden.shape[0] < self.groups:
+            hidden = hidden.repeat_interleave(self.groups // hidden.shape[0], 0)
+        return torch.where(hidden, -torch.inf, self.source.read(blocks))
 
     def allocate(self, dtype: torch.dtype) -> None:
         self.source.allocate(dtype)

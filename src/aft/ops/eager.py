@@ -20,11 +20,16 @@ from aft.ops.bias_blocks import (
     ZeroBlocks,
     spread,
 )
-from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem
+from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
+from aft.ops.state import AFTState
 from aft.ops.tiles import Plan, banded_plan, dense_plan
 
 # Above this a float32 product of a value (or a gradient) and its factors may overflow; float64 takes over.
 LARGE = 1e10
+# Distances in nats of keys and of biases above which most weights are 0 or 1: gradients are then small
+# differences of large terms, and come from float64.
+SATURATED_KEYS = 30.0
+SATURATED_BIAS = 16.0
 # A product T * S * N * P up to which float64 costs nothing beside the calls themselves.
 SMALL = 1 << 14
 
@@ -63,7 +68,6 @@ def mean(problem: Problem) -> Tensor:
     # Fold into G groups of N channels that share a bias: keys [G, S, N], values [G, S, N, P].
     if kernel is not None and mask_by_sequence:
         kernel = kernel.expand(B, *kernel.shape).flatten(0, 1)
-        mask = mask.repeat_interleave(H, 0) if mask is not None else None
         keys, values = keys.mT.reshape(B * H, S, 1), values.transpose(1, 2).reshape(B * H, S, 1, P)
     elif kernel is not None:
         keys, values = keys.permute(2, 1, 0), values.permute(2, 1, 0, 3)
@@ -72,7 +76,11 @@ def mean(problem: Problem) -> Tensor:
     if mask is not None and mask.ndim == 2:
         mask = mask[None]
 
-    result, _ = _EagerMean.apply(
+    # Dynamo cannot trace a Function of which no input wants a gradient.
+    inputs = (keys, values, table, left, right, kernel)
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    function = _MEAN if torch.compiler.is_compiling() and not tracked else _EagerMean.apply
+    result, *_ = function(
         keys, values, table, left, right, kernel, mask, T, problem.causal, problem.window_size,
         query_width, key_width, anchor_row, anchor_column,
     )  # fmt: skip
@@ -86,28 +94,43 @@ def mean(problem: Problem) -> Tensor:
     return result.flatten(2)
 
 
-def eager_mean(keys: Tensor, values: Tensor, *bias_and_settings) -> tuple[Tensor, Tensor]:
-    """keys [G, S, N], values [G, S, N, P] -> mean [G, T, N, P], float32 or wider, and logsum [G, T, N]."""
-    with torch.autocast(keys.device.type, enabled=False):
+def eager_mean(keys: Tensor, values: Tensor, *bias_and_settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """keys [G, S, N], values [G, S, N, P] -> mean [G, T, N, P], float32 or wider.
+
+    Also what the backward pass wants of the sums: den, max and bias_max [G, T, N], see `AFTState`.
+    """
+    with without_autocast(keys):
         source, plan, T = _prepare(keys, *bias_and_settings)
-        wide_keys, wide_values = _widen(keys, values, _is_extreme(values))
-        result, logsum = tiled.forward(wide_keys, wide_values, source, plan, T)
-        return result.to(_result_dtype(keys, values)).contiguous(), logsum.contiguous()
+        dtype = _result_dtype(keys, values)
+        values = _without_absent(keys, values)
+        wide = torch.float64 if _is_extreme(values) else dtype
+        result, sums = tiled.forward(keys.to(wide), values.to(wide), source, plan, T)
+        outputs = (result.to(dtype), sums.den.to(dtype), sums.max.to(dtype), sums.bias_max)
+        return tuple(x.contiguous() for x in outputs)  # pyrefly: ignore[bad-return]
 
 
 def eager_mean_backward(
-    grad: Tensor, result: Tensor, logsum: Tensor, keys: Tensor, values: Tensor, *bias_and_settings
+    grad: Tensor,
+    result: Tensor,
+    den: Tensor,
+    key_max: Tensor,
+    bias_max: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *bias_and_settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of keys, values and of the bias's one or two tensors (empty where there are none)."""
-    with torch.autocast(keys.device.type, enabled=False):
+    with without_autocast(keys):
         source, plan, T = _prepare(keys, *bias_and_settings)
-        in_double = T * values.numel() <= SMALL or _is_extreme(values, grad) or _is_saturated(keys, source)
-        wide_keys, wide_values = _widen(keys, values, in_double)
-        if wide_keys.dtype != result.dtype:
-            result, logsum = tiled.forward(wide_keys, wide_values, source, plan, T)
-        grad_keys, grad_values = tiled.backward(
-            grad.to(wide_keys.dtype), wide_keys, wide_values, source, plan, result, logsum
-        )
+        dtype = result.dtype
+        values_seen = _without_absent(keys, values)
+        sums = AFTState(result, den, key_max, bias_max)
+        if T * values.numel() <= SMALL or _is_extreme(values_seen, grad) or _is_saturated(keys, source):
+            dtype = torch.float64
+        k, v = keys.to(dtype), values_seen.to(dtype)
+        if dtype != result.dtype:
+            result, sums = tiled.forward(k, v, source, plan, T)
+        grad_keys, grad_values = tiled.backward(grad.to(dtype), k, v, source, plan, result, sums)
         of_bias = [x.contiguous() for x in source.gradients()]
         first, second = of_bias + [keys.new_empty(0) for _ in range(2 - len(of_bias))]
         return grad_keys.to(keys.dtype), grad_values.to(values.dtype), first, second
@@ -149,28 +172,33 @@ def _prepare(
     if window_size is not None:
         band = (window_size - 1, window_size - 1)
     if hidden is not None:
-        source = MaskedBlocks(source, hidden)
+        source = MaskedBlocks(source, hidden, keys.shape[0])
     if band is None or hidden is not None or (band[0] >= T and band[1] >= S):
         return source, dense_plan(T, S, causal), T
     return source, banded_plan(T, S, causal, *band), T
 
 
-def _widen(keys: Tensor, values: Tensor, in_double: bool) -> tuple[Tensor, Tensor]:
-    """Both in one dtype, float32 or wider; the value of an absent key is 0, lest it be a NaN."""
-    dtype = torch.float64 if in_double else _result_dtype(keys, values)
-    keys, values = keys.to(dtype), values.to(dtype)
+def _without_absent(keys: Tensor, values: Tensor) -> Tensor:
+    """The values, 0 where their key is absent (-inf), lest there be a NaN."""
     absent = torch.isneginf(keys)
-    return keys, values.masked_fill(absent[..., None], 0.0) if absent.any() else values
+    return values.masked_fill(absent[..., None], 0.0) if absent.any() else values
 
 
-def _is_extreme(*factors: Tensor) -> bool:
-    """Whether products of these may leave float32's range on the way to a result inside it."""
-    size = 1.0
-    for x in factors:
-        if x.numel() and x.dtype != torch.float64:
-            low, high = x.detach().aminmax()
-            size *= max(1.0, -float(low), float(high))
-    return size > LARGE
+def _is_extreme(values: Tensor, grad: Tensor | None = None) -> bool:
+    """Whether products of these may leave float32's range on the way to a result inside it.
+
+    Channels of values that are all tiny count as well: their products with small weights would vanish.
+    """
+    if values.numel() == 0 or values.dtype == torch.float64:
+        return False
+    low, high = values.detach().aminmax(dim=1)
+    size = torch.maximum(-low, high)
+    largest = float(size.amax())
+    if grad is not None:
+        low, high = grad.detach().aminmax()
+        largest = max(1.0, largest) * max(1.0, -float(low), float(high)) * values[:1, :1].numel()
+    smallest = float(size.masked_fill(size == 0, 1.0).amin())
+    return not (largest <= LARGE and smallest >= 1.0 / LARGE)
 
 
 def _is_saturated(keys: Tensor, source: BlockSource) -> bool:
@@ -179,7 +207,7 @@ def _is_saturated(keys: Tensor, source: BlockSource) -> bool:
     The gradients of keys and biases are then small differences of large terms, g . v - g . y, and in float32
     would be rounding noise.
     """
-    return spread(keys, 1) > tiled.SPREAD or source.spread() > tiled.SPREAD
+    return not (spread(keys, 1) <= SATURATED_KEYS and source.spread() <= SATURATED_BIAS)
 
 
 def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
@@ -189,10 +217,11 @@ def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
 def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *_):
     G, _, N = keys.shape
     result = keys.new_empty(G, T, N, values.shape[3], dtype=_result_dtype(keys, values))
-    return result, keys.new_empty(G, T, N, dtype=torch.float64)
+    sums = (result.new_empty(G, T, N), result.new_empty(G, T, N))
+    return result, *sums, keys.new_empty(G, T, N, dtype=torch.float64)
 
 
-def _fake_mean_backward(grad, result, logsum, keys, values, table, left, right, kernel, *_):
+def _fake_mean_backward(grad, result, den, key_max, bias_max, keys, values, table, left, right, kernel, *_):
     first = table if table is not None else left if left is not None else kernel
     none = keys.new_empty(0)
     of_bias = (none if x is None else x for x in (first, right))
@@ -217,11 +246,12 @@ def _register(function: Callable, fake: Callable, schema: str) -> Callable:
     return getattr(torch.ops.aft, name).default
 
 
-_MEAN = _register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor)")
+_MEAN = _register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor, Tensor, Tensor)")
 _MEAN_BACKWARD = _register(
     eager_mean_backward,
     _fake_mean_backward,
-    f"(Tensor grad, Tensor result, Tensor logsum, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor result, Tensor den, Tensor key_max, Tensor bias_max, {_CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -262,19 +292,17 @@ class _EagerMean(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        result, logsum = output
-        ctx.mark_non_differentiable(logsum)
-        ctx.save_for_backward(*inputs[:7], result, logsum)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output, *inputs[:7])
         ctx.settings = inputs[7:]
 
     @staticmethod
     def backward(ctx, *grads):
-        grad = grads[0]
-        *inputs, result, logsum = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        _, _, table, left, right, kernel, _ = saved[4:]
         # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
         differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _EagerMeanBackward.apply
-        grad_keys, grad_values, first, second = differentiate(grad, result, logsum, *inputs, *ctx.settings)
-        _, _, table, left, right, kernel, _ = inputs
+        grad_keys, grad_values, first, second = differentiate(grads[0], *saved, *ctx.settings)
         return (
             grad_keys,
             grad_values,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aft.ops import eager, reference
-from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem
+from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem, without_autocast
 
 PositionBias = Tensor | tuple[Tensor, Tensor]
 QueryGate = Callable[[Tensor], Tensor]
@@ -23,6 +23,13 @@ IMPLEMENTATIONS = {"reference": reference.mean, "eager": eager.mean}
 def available_impls() -> dict[str, str | None]:
     """Each ``impl`` by name: None where it can run here, else the reason why not."""
     return dict.fromkeys(IMPLEMENTATIONS)
+
+
+def check_impl(impl: str) -> None:
+    """Raises ValueError, naming the choices, unless ``impl`` is one."""
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        known = ", ".join(repr(x) for x in ("auto", *IMPLEMENTATIONS))
+        raise ValueError(f"impl must be one of {known}, got {impl!r}")
 
 
 def aft_full(
@@ -144,20 +151,17 @@ def aft_conv(
     O((T + S) D); with an ``attn_mask`` time is O(T S D).
     """
     problem = conv_problem(q, k, v, kernel, causal, key_padding_mask, attn_mask)
-    return gated_mean(problem, q.flatten(1, -2), query_gate, impl).reshape(q.shape)
+    return gated_mean(problem, q.flatten(1, -2), query_gate, impl).view_as(q)
 
 
 def gated_mean(problem: Problem, q: Tensor, query_gate: QueryGate | None, impl: str) -> Tensor:
     """Solves the problem with the chosen implementation and gates it by q [B, T, D]: [B, T, D]."""
-    chosen = "eager" if impl == "auto" else impl
-    if chosen not in IMPLEMENTATIONS:
-        known = ", ".join(repr(x) for x in ("auto", *IMPLEMENTATIONS))
-        raise ValueError(f"impl must be one of {known}, got {impl!r}")
-    mean = IMPLEMENTATIONS[chosen](problem)
+    check_impl(impl)
+    mean = IMPLEMENTATIONS["eager" if impl == "auto" else impl](problem)
     dtype = problem.values.dtype
     if query_gate is None:
         return mean.to(dtype)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         gate = query_gate(q.to(torch.promote_types(q.dtype, torch.float32)))
         return (gate * mean).to(dtype)
 
@@ -212,9 +216,9 @@ def conv_problem(
 ) -> Problem:
     """The validated arguments of `aft_conv`, positions flattened."""
     name = "aft_conv"
+    _check_floating(name, q=q, k=k, v=v, kernel=kernel)
     if kernel.ndim not in (2, 3):
         raise ValueError(f"{name}: kernel must be [H, K] or [H, Ky, Kx], got {_shape(kernel)}")
-    _check_floating(name, q=q, k=k, v=v, kernel=kernel)
     space = kernel.ndim - 1
     layout = "[B, T, D]" if space == 1 else "[B, Y, X, D]"
     for label, x in (("q", q), ("k", k), ("v", v)):
@@ -242,7 +246,7 @@ def conv_problem(
         raise ValueError(
             f"{name}: causal over a grid needs rows of one width, got q {_shape(q)} and v {_shape(v)}"
         )
-    if key_padding_mask is not None and space == 2:
+    if space == 2 and isinstance(key_padding_mask, Tensor):
         if key_padding_mask.shape != k.shape[:-1]:
             raise ValueError(
                 f"{name}: key_padding_mask must be {tuple(k.shape[:-1])} as k {_shape(k)}, "
@@ -298,8 +302,8 @@ def _problem(
     attn_mask: Tensor | None,
 ) -> Problem:
     B, T, S = q.shape[0], q.shape[1], k.shape[1]
-    _check_mask(name, "key_padding_mask", key_padding_mask, [("[B, S]", (B, S))])
-    _check_mask(name, "attn_mask", attn_mask, [("[T, S]", (T, S)), ("[B, T, S]", (B, T, S))])
+    _check_mask(name, "key_padding_mask", key_padding_mask, {"[B, S]": (B, S)})
+    _check_mask(name, "attn_mask", attn_mask, {"[T, S]": (T, S), "[B, T, S]": (B, T, S)})
     tensors = [q, k, v, *_tensors(bias), *(m for m in (key_padding_mask, attn_mask) if m is not None)]
     devices = {x.device for x in tensors}
     if len(devices) > 1:
@@ -356,17 +360,18 @@ def _check_floating(name: str, **tensors: Tensor) -> None:
             raise TypeError(f"{name}: {label} must be of a floating-point dtype, got {x.dtype}")
 
 
-def _check_mask(
-    name: str, label: str, mask: Tensor | None, shapes: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def _check_mask(name: str, label: str, mask: Tensor | None, shapes: dict[str, tuple[int, ...]]) -> None:
     if mask is None:
         return
-    expected = " or ".join(f"{letters} = {shape}" for letters, shape in shapes)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name}: {label} must be a bool tensor {expected}, True = hidden; got {got}")
-    if tuple(mask.shape) not in [shape for _, shape in shapes]:
-        raise ValueError(f"{name}: {label} must be {expected}, got {_shape(mask)}")
+        raise TypeError(f"{name}: {label} must be a bool tensor {_either(shapes)}, True = hidden; got {got}")
+    if tuple(mask.shape) not in shapes.values():
+        raise ValueError(f"{name}: {label} must be {_either(shapes)}, got {_shape(mask)}")
+
+
+def _either(shapes: dict[str, tuple[int, ...]]) -> str:
+    return " or ".join(f"{letters} = {tuple(map(int, shape))}" for letters, shape in shapes.items())
 
 
 def _grid(x: Tensor) -> tuple[int, int]:

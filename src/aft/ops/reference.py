@@ -7,15 +7,18 @@ against a loop over the equations. It differentiates twice and under every ``tor
 import torch
 from torch import Tensor
 
-from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem
+from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
+from aft.ops.state import largest
 
 
 def mean(problem: Problem) -> Tensor:
     """The weighted mean of the values, [B, T, D] in float64: equations 2 and 4 to 6 before the query gate."""
-    with torch.autocast(problem.keys.device.type, enabled=False):
+    with without_autocast(problem.keys):
         values = problem.values.double().unflatten(2, (problem.keys.shape[2], problem.head_channels))
+        absent = torch.isneginf(problem.keys)
         if problem.key_padding_mask is not None:
-            values = values.masked_fill(problem.key_padding_mask[:, :, None, None], 0.0)
+            absent = absent | problem.key_padding_mask[:, :, None]
+        values = values.masked_fill(absent[..., None], 0.0)
         return torch.einsum("btsh,bshp->bthp", weights(problem), values).flatten(2)
 
 
@@ -24,16 +27,22 @@ def weights(problem: Problem) -> Tensor:
 
     Row t of channel h sums to 1 over the keys, or to 0 where the query has nothing to see.
     """
-    with torch.autocast(problem.keys.device.type, enabled=False):
+    with without_autocast(problem.keys):
         keys = problem.keys.double()
-        if problem.key_padding_mask is not None:
-            keys = keys.masked_fill(problem.key_padding_mask[:, :, None], 0.0)
-        exponent = (keys[:, None] + _bias(problem)).masked_fill(_hidden(problem), -torch.inf)
-        if exponent.shape[2] == 0:
-            return exponent
+        hidden = _hidden(problem)
+        keys, bias = torch.broadcast_tensors(keys[:, None].masked_fill(hidden, 0.0), _bias(problem))
+        hidden = (hidden | torch.isneginf(bias)).expand(keys.shape)
+        if hidden.shape[2] == 0:
+            return keys.masked_fill(hidden, 0.0)
+        # The exponents relative to the largest, keys and biases apart: a bias of 1e38 would swallow the keys.
+        keys, bias = (x.masked_fill(hidden, 0.0) for x in (keys, bias))
+        with torch.no_grad():
+            peak = largest(bias.masked_fill(hidden, -torch.inf), keys, 2)
+        exponent = (keys - keys.detach().gather(2, peak)) + (bias - bias.detach().gather(2, peak))
         # softmax over an empty set is 0 / 0; its entries are replaced before and after.
-        empty = torch.isneginf(exponent).all(2, keepdim=True)
-        return torch.softmax(exponent.masked_fill(empty, 0.0), 2).masked_fill(empty, 0.0)
+        empty = hidden.all(2, keepdim=True)
+        exponent = exponent.masked_fill(hidden & ~empty, -torch.inf)
+        return torch.softmax(exponent, 2).masked_fill(empty, 0.0)
 
 
 def _bias(problem: Problem) -> Tensor:
@@ -47,7 +56,7 @@ def _bias(problem: Problem) -> Tensor:
         case LowRankBias(left, right):
             table = (left.double() @ right.double().T)[None, :, :, None]
         case KernelBias():
-            return _kernel_table(problem.bias).double()
+            return _kernel_table(problem.bias)
     if problem.window_size is None:
         return table
     time = torch.arange(max(T, S), device=table.device)
@@ -57,7 +66,7 @@ def _bias(problem: Problem) -> Tensor:
 
 def _kernel_table(bias: KernelBias) -> Tensor:
     """[1, T, S, H]: the kernel's entry for each pair of cells, 0 for pairs outside the window."""
-    kernel = bias.kernel
+    kernel = bias.kernel.double()
     height, width = kernel.shape[1:]
     row = _coordinates(bias, 0, kernel.device)
     column = _coordinates(bias, 1, kernel.device)

@@ -8,8 +8,10 @@ position bias w[t, s]. Here it is a value of its own, so that every implementati
 with P channels of values for each of H channels of keys: P = 1 but for AFT-conv, whose head has one key.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -67,3 +69,10 @@ class Problem:
         """P: channels of values for each channel of keys."""
         heads = self.keys.shape[2]
         return self.values.shape[2] // heads if heads else 1
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which ``x``'s device computes in the dtypes it is given."""
+    if torch.amp.is_autocast_available(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()

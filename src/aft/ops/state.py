@@ -7,29 +7,43 @@ from torch import Tensor
 
 
 class AFTState(NamedTuple):
-    """The sums over a set of keys, each scaled by exp(-max) so that none overflows.
+    """The sums over a set of keys, each scaled by exp(-(max + bias_max)) so that none overflows.
 
-    ``num`` [..., N, P] is sum_s exp(x_s - max) v_s and ``den`` [..., N] is sum_s exp(x_s - max), for
-    x = k + w; both float32 or wider. ``max`` [..., N] is float64: in float32 a key and a bias of 1e4 have no
-    digits left for their sum. An empty set is (0, 0, -inf).
+    ``num`` [..., N, P] is sum_s exp(x_s - max - bias_max) v_s and ``den`` [..., N] is
+    sum_s exp(x_s - max - bias_max), for x = k + w; both float32 or wider. ``max`` [..., N] is the key and
+    ``bias_max`` [..., N], float64, the bias of an exponent close to the largest. They stay apart because in
+    their sum the larger swallows the smaller: in float32 already at 1e4. An empty set is (0, 0, -inf, 0).
     """
 
     num: Tensor
     den: Tensor
     max: Tensor
+    bias_max: Tensor
 
 
 def combine(first: AFTState, second: AFTState) -> AFTState:
     """The state of the union of two disjoint sets of keys; associative, commutative, exact at any scale."""
-    peak = torch.maximum(first.max, second.max)
-    # Two empty sets have no peak to subtract: exp(-inf - 0) is the 0 they need.
-    origin = peak.masked_fill(torch.isneginf(peak), 0.0)
-    a = torch.exp((first.max - origin).to(first.den.dtype))
-    b = torch.exp((second.max - origin).to(second.den.dtype))
+    ahead = (first.bias_max - second.bias_max) + (first.max - second.max)
+    # Two empty sets are neither ahead nor behind.
+    ahead = ahead.masked_fill(ahead.isnan(), 0.0)
+    is_first = ahead >= 0
+    a = torch.exp(ahead.clamp(max=0.0).to(first.den.dtype))
+    b = torch.exp((-ahead).clamp(max=0.0).to(second.den.dtype))
     return AFTState(
         num=first.num * a[..., None] + second.num * b[..., None],
         den=first.den * a + second.den * b,
-        max=peak,
+        max=torch.where(is_first, first.max, second.max),
+        bias_max=torch.where(is_first, first.bias_max, second.bias_max),
+    )
+
+
+def empty_state(like: Tensor, *shape: int, values: int) -> AFTState:
+    """States [shape] of no keys, with ``values`` channels of values; device and dtype of ``like``."""
+    return AFTState(
+        like.new_zeros(*shape, values),
+        like.new_zeros(shape),
+        like.new_full(shape, -torch.inf),
+        torch.zeros(shape, dtype=torch.float64, device=like.device),
     )
 
 
@@ -46,3 +60,12 @@ def scan(state: AFTState, dim: int) -> AFTState:
         )
         step *= 2
     return state
+
+
+def largest(bias: Tensor, keys: Tensor, dim: int) -> Tensor:
+    """Where bias + keys is largest along ``dim`` (kept), whatever their scales; -inf is passed over."""
+    bias, keys = torch.broadcast_tensors(bias, keys)
+    index = (bias + keys).argmax(dim, keepdim=True)
+    # Where one part is huge the sum has lost the other: look again, relative to what was found.
+    relative = (bias - bias.gather(dim, index)) + (keys - keys.gather(dim, index))
+    return relative.masked_fill(relative.isnan(), -torch.inf).argmax(dim, keepdim=True)

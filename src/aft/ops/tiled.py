@@ -16,32 +16,31 @@ channels of values for each channel of keys.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aft.ops.bias_blocks import BlockSource, add_pieces, pieces
-from aft.ops.state import AFTState, combine, scan
+from aft.ops.state import AFTState, combine, empty_state, largest, scan
 from aft.ops.tiles import TILE, Blocks, Far, Plan
 
 # How far, in nats, factors may lie from their reference: e^60 squared still fits float32's range of e^88
 # once the other factor is normalised, and what underflows beside it is below 1 ulp.
 SPREAD = 60.0
-# On the causal diagonal the reference is a key, not the maximum, so the distance goes both ways.
-DIAGONAL_SPREAD = 40.0
+# On the causal diagonal the reference is a key, not the maximum: the distance goes both ways, and hidden
+# entries are formed up to its square before a zero takes them out.
+DIAGONAL_SPREAD = 30.0
 # Elements of a temporary: memory beyond inputs and outputs stays at a few of these plus a multiple of T D.
 BUDGET = 1 << 22
 
 
-def forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, Tensor]:
-    """mean [G, T, N, P] and the log of its denominator [G, T, N] in float64 (-inf: nothing to see)."""
+def forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, AFTState]:
+    """mean [G, T, N, P] and the sums it is a quotient of; a query with nothing to see gives 0."""
     total = _block_sums(keys, values, source, plan, T)
     if plan.far is not None:
         total = combine(total, _far_sums(keys, values, plan.far, T))
-    seen = total.den > 0
-    result = total.num / torch.where(seen, total.den, 1.0)[..., None]
-    logsum = torch.where(seen, total.max + torch.log(total.den.double()), -torch.inf)
-    return result, logsum
+    return total.num / _nonzero(total.den)[..., None], total
 
 
 def backward(
@@ -51,24 +50,30 @@ def backward(
     source: BlockSource,
     plan: Plan,
     result: Tensor,
-    logsum: Tensor,
+    sums: AFTState,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values, in their dtype; that of the bias is left in ``source``."""
+    """Gradients of keys and values, in their dtype; that of the bias is left in ``source``.
+
+    ``result`` [G, T, N, P] and ``sums`` (of which num is not read) are those of `forward`.
+    """
     G, _, N = keys.shape
     P = values.shape[-1]
     T = result.shape[1]
     source.allocate(keys.dtype)
-    # exp(x - logsum) are the normalised weights; a row that saw nothing has weight 0 everywhere.
-    logsum = logsum.masked_fill(torch.isneginf(logsum), torch.inf)
+    # The normalised weights are exp(x - max - bias_max) / den, and 0 in a row that saw nothing.
+    seen = (sums.den > 0)[..., None]
     upstream = torch.cat([grad, -(grad * result).sum(-1, keepdim=True)], -1)
+    upstream = upstream.masked_fill(~seen, 0.0) / _nonzero(sums.den)[..., None]
+    top = _Peak(sums.max.masked_fill(~seen[..., 0], torch.inf), sums.bias_max)
     grad_keys, grad_values = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
     for blocks in _affordable(plan, G, N * (P + 1)):
         k, v = _columns(keys, blocks), _columns(values, blocks)
         factors = _factor(source.read(blocks), k, blocks.triangular)
-        above = torch.exp((factors.origin - _rows(logsum, blocks)).to(keys.dtype))
+        g, top_here = _rows(upstream, blocks), _Peak(*(_rows(x, blocks) for x in top))
+        above = (factors.peak.bias - top_here.bias) + (factors.peak.key - top_here.key)
+        above = torch.exp(above.to(keys.dtype))
         if factors.exact is not None:
             above = above.masked_fill(factors.exact, 0.0)
-        g = _rows(upstream, blocks)
         scaled = g * above[..., None]
         column = _with_one(factors.column, v)
         grad_bias = factors.row * (scaled.flatten(3) @ column.flatten(3).mT)
@@ -76,69 +81,94 @@ def backward(
         dv = inflow[..., :-1]
         dk = (v * dv).sum(-1) + inflow[..., -1]
         if factors.exact is not None:
-            _exact_backward(factors, v, g, _rows(logsum, blocks), dk, dv, grad_bias)
+            _exact_backward(factors, v, g, top_here, dk, dv, grad_bias)
         add_pieces(grad_keys, blocks.column, blocks.step, dk)
         add_pieces(grad_values, blocks.column, blocks.step, dv)
         source.add(blocks, grad_bias)
     if plan.far is not None:
-        dk, dv = _far_backward(keys, values, upstream, logsum, plan.far, T)
+        dk, dv = _far_backward(keys, values, upstream, top, plan.far, T)
         grad_keys += dk
         grad_values += dv
     return grad_keys, grad_values
 
 
+class _Peak(NamedTuple):
+    """Keys and biases [G, ..., N] that exponents are taken relative to; a key of -inf: there is none."""
+
+    key: Tensor
+    bias: Tensor
+
+
 @dataclass(frozen=True)
 class _Factors:
-    """exp(w + k) on some blocks, as ``row * column * exp(origin)``.
+    """exp(w + k) on some blocks, as ``row * column * exp(peak)``.
 
-    row [G, n, R, C] and column [G, n, C, N] are exponentials, origin [G, n, R, N] float64 (-inf where a row
-    sees no key). ``exact`` [G, n, R, N] marks entries that the product cannot represent, None if all can.
+    row [G, n, R, C] and column [G, n, C, N] are exponentials, the peak broadcasts to [G, n, R, N]. ``exact``
+    [G, n, R, N] marks entries that the product cannot represent, None if it can represent all.
     """
 
     bias: Tensor
     keys: Tensor
     row: Tensor
     column: Tensor
-    origin: Tensor
+    peak: _Peak
     exact: Tensor | None
 
 
 def _factor(bias: Tensor, keys: Tensor, triangular: bool) -> _Factors:
     """Splits the weights of blocks with biases [G, n, R, C] and keys [G, n, C, N] into factors."""
+    later = None
     if triangular:
-        rows, columns = bias.shape[-2:]
-        later = torch.ones(rows, columns, dtype=torch.bool, device=bias.device).triu(1)
-        visible_bias = bias.masked_fill(later, -torch.inf)
-    else:
-        later, visible_bias = None, bias
-    row_peak = visible_bias.amax(-1)
-    row_origin = _finite(row_peak)
-    row = torch.exp(visible_bias - row_origin[..., None]).to(keys.dtype)
-    lowest = bias.masked_fill(later, torch.inf).amin(-1) if later is not None else bias.amin(-1)
-    wide_row = (row_origin - lowest > SPREAD) & ~torch.isneginf(row_peak)
+        later = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).triu(1)
+        bias = bias.masked_fill(later, -torch.inf)
+    peak = bias.amax(-1)
+    blind = torch.isneginf(peak)
+    origin = _finite(peak)
+    hidden = torch.isneginf(bias)
+    lowest = bias.masked_fill(hidden, torch.inf).amin(-1)
+    spread = (origin - lowest).masked_fill(blind, 0.0)
+    if later is not None:
+        hidden = hidden & ~later
+    holes = hidden.any(-1) & ~blind
+    row = torch.exp(bias - origin[..., None]).to(keys.dtype)
     split = _factor_triangle if triangular else _factor_rectangle
-    column, column_peak, exact = split(keys, wide_row)
-    origin = row_peak[..., None].double() + column_peak.double()
+    column, key_peak, exact = split(keys, bias, spread, holes)
+    if blind.any():
+        key_peak = torch.where(blind[..., None], -torch.inf, key_peak)
     if exact is not None and not exact.any():
         exact = None
-    return _Factors(visible_bias, keys, row, column, origin, exact)
+    return _Factors(bias, keys, row, column, _Peak(key_peak, origin[..., None].double()), exact)
 
 
-def _factor_rectangle(keys: Tensor, wide_row: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Every row sees every key: factors relative to the largest key of each channel."""
+def _factor_rectangle(
+    keys: Tensor, bias: Tensor, row_spread: Tensor, row_holes: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Every row sees every key but hidden ones: factors relative to the largest key of each channel."""
     peak = keys.amax(-2, keepdim=True)
     column = torch.exp(keys - _finite(peak))
-    if not wide_row.any():
+    row_fits = (row_spread <= SPREAD) & ~row_holes
+    if row_fits.all():
         return column, peak, None
-    # An absent key counts as infinitely far below: a row may have its largest bias there.
-    wide_column = (peak - keys.amin(-2, keepdim=True) > SPREAD) & ~torch.isneginf(peak)
-    return column, peak, wide_row[..., None] & wide_column
+    absent = torch.isneginf(keys)
+    spread = (_finite(peak) - keys.masked_fill(absent, torch.inf).amin(-2, keepdim=True)).clamp(min=0.0)
+    holes = absent.any(-2, keepdim=True) & ~torch.isneginf(peak)
+    # A row whose largest bias lies on an absent key, or a channel whose largest key is hidden from the row,
+    # is missing its peak: then both spreads together have to fit.
+    fits = row_fits[..., None] | ((spread <= SPREAD) & ~holes) | (row_spread[..., None] + spread <= SPREAD)
+    if row_holes.any() and holes.any():
+        meet = (~torch.isneginf(bias)).to(keys.dtype) @ (~absent).to(keys.dtype) > 0
+        peak = torch.where(meet, peak, -torch.inf)
+        fits = fits | ~meet
+    return column, peak, ~fits & ~torch.isneginf(peak)
 
 
-def _factor_triangle(keys: Tensor, wide_row: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _factor_triangle(
+    keys: Tensor, bias: Tensor, row_spread: Tensor, row_holes: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Row t sees keys 0 to t: factors relative to the first key, which no later key can change."""
     absent = torch.isneginf(keys)
-    rows = wide_row.shape[-1]
+    rows = bias.shape[-2]
+    wide_row = (row_spread > SPREAD) | row_holes
     if absent.any():
         position = torch.arange(keys.shape[-2], device=keys.device)[:, None]
         first = torch.where(absent, keys.shape[-2], position).amin(-2, keepdim=True)
@@ -175,6 +205,11 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(torch.isneginf(x), 0.0)
 
 
+def _nonzero(den: Tensor) -> Tensor:
+    """The denominator, 1 where nothing was summed: 0 / 1 is the mean of nothing."""
+    return den.masked_fill(den == 0, 1.0)
+
+
 def _with_one(column: Tensor, values: Tensor) -> Tensor:
     """[column * v, column] along a new last axis: what a product with the row factors sums to (num, den)."""
     return torch.cat([column[..., None] * values, column[..., None]], -1)
@@ -194,37 +229,46 @@ def _exact_subset(factors: _Factors) -> tuple[Tensor, Tensor]:
     )
 
 
-def _exact_exponents(factors: _Factors, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields (rows, channels, x [G, n, r, C, m] float64, v [G, n, C, m, P] float64), a few rows at a time."""
+def _exact_blocks(
+    factors: _Factors, values: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """A few rows at a time: rows, channels, and in float64 biases [G, n, r, C, 1], keys [G, n, 1, C, m] and
+    values [G, n, C, m, P]."""
     all_rows, channels = _exact_subset(factors)
     keys = factors.keys.index_select(-1, channels).double()
     values = values.index_select(-2, channels).double()
     at_once = max(1, BUDGET // max(1, keys.numel()))
     for rows in all_rows.split(at_once):
         bias = factors.bias.index_select(-2, rows).double()
-        yield rows, channels, bias[..., None] + keys[:, :, None], values
+        yield rows, channels, bias[..., None], keys[:, :, None], values
 
 
 def _sums(factors: _Factors, values: Tensor) -> AFTState:
-    """The sums of the blocks' weights: num [G, n, R, N, P], den and max [G, n, R, N]."""
+    """The sums of the blocks' weights: num [G, n, R, N, P], den, max and bias_max [G, n, R, N]."""
     total = _product(factors.row, _with_one(factors.column, values))
-    num, den, peak = total[..., :-1], total[..., -1], factors.origin
+    num, den = total[..., :-1], total[..., -1]
+    key, bias = (x.expand(den.shape) for x in factors.peak)
     if factors.exact is None:
-        return AFTState(num, den, peak)
-    for rows, channels, exponent, v in _exact_exponents(factors, values):
-        where = factors.exact[:, :, rows[:, None], channels]
-        top = exponent.amax(3)
-        weight = torch.exp(exponent - _finite(top)[..., None, :])
-        exact = AFTState(torch.einsum("gbrcn,gbcnp->gbrnp", weight, v), weight.sum(3), top)
-        for whole, part in zip((num, den, peak), exact, strict=True):
-            at = (slice(None), slice(None), rows[:, None], channels)
+        return AFTState(num, den, key, bias)
+    state = AFTState(num, den, key.clone(), bias.clone())
+    for rows, channels, w, k, v in _exact_blocks(factors, values):
+        peak = largest(w, k, 3)
+        w, k = torch.broadcast_tensors(w, k)
+        top_bias, top_key = _finite(w.gather(3, peak)), _finite(k.gather(3, peak))
+        weight = torch.exp((w - top_bias) + (k - top_key))
+        sums = weight.sum(3)
+        top_key = top_key[:, :, :, 0].masked_fill(sums == 0, -torch.inf)
+        exact = AFTState(torch.einsum("gbrcn,gbcnp->gbrnp", weight, v), sums, top_key, top_bias[:, :, :, 0])
+        at = (slice(None), slice(None), rows[:, None], channels)
+        where = factors.exact[at]
+        for whole, part in zip(state, exact, strict=True):
             keep = where if whole.ndim == 4 else where[..., None]
             whole[at] = torch.where(keep, part.to(whole.dtype), whole[at])
-    return AFTState(num, den, peak)
+    return state
 
 
 def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> AFTState:
-    """For each query, the sums over the keys in the plan's blocks: num [G, T, N, P], den, max [G, T, N]."""
+    """For each query, the sums over the keys in the plan's blocks: [G, T, N] states."""
     G, _, N = keys.shape
     P = values.shape[-1]
     total = None
@@ -234,29 +278,24 @@ def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T
         if blocks.count == 1 and blocks.rows == T and blocks.fresh:
             total = AFTState(*(x.squeeze(1) for x in sums))  # a short sequence is one block: nothing to join
             continue
-        total = _empty_state(keys, G, T, N, P) if total is None else total
+        if total is None:
+            total = empty_state(keys, G, T, N, values=P)
+        elif not total.max.is_contiguous():
+            total = AFTState(*(x.contiguous() for x in total))  # written to below
         rows = AFTState(*(_rows(x, blocks) for x in total))
         for whole, part in zip(rows, sums if blocks.fresh else combine(rows, sums), strict=True):
             whole.copy_(part)
-    return _empty_state(keys, G, T, N, P) if total is None else total
-
-
-def _empty_state(like: Tensor, G: int, T: int, N: int, P: int) -> AFTState:
-    return AFTState(
-        like.new_zeros(G, T, N, P),
-        like.new_zeros(G, T, N),
-        torch.full((G, T, N), -torch.inf, dtype=torch.float64, device=like.device),
-    )
+    return empty_state(keys, G, T, N, values=P) if total is None else total
 
 
 def _exact_backward(
-    factors: _Factors, values: Tensor, upstream: Tensor, logsum: Tensor, dk: Tensor, dv: Tensor, dw: Tensor
+    factors: _Factors, values: Tensor, upstream: Tensor, top: _Peak, dk: Tensor, dv: Tensor, dw: Tensor
 ) -> None:
     """Adds the gradients that flow through entries marked exact."""
     assert factors.exact is not None
-    for rows, channels, exponent, v in _exact_exponents(factors, values):
+    for rows, channels, w, k, v in _exact_blocks(factors, values):
         at = (slice(None), slice(None), rows[:, None], channels)
-        weight = torch.exp(exponent - logsum[at][..., None, :])
+        weight = torch.exp((w - top.bias[at][..., None, :]) + (k - top.key[at][..., None, :]))
         weight = weight * factors.exact[at][..., None, :]
         g = upstream[at].double()
         inner = torch.einsum("gbrnp,gbcnp->gbrcn", g[..., :-1], v) + g[..., None, :, -1]
@@ -275,46 +314,59 @@ def _far_sums(keys: Tensor, values: Tensor, far: Far, T: int) -> AFTState:
 
 
 def _far_backward(
-    keys: Tensor, values: Tensor, upstream: Tensor, logsum: Tensor, far: Far, T: int
+    keys: Tensor, values: Tensor, upstream: Tensor, top: _Peak, far: Far, T: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients through `_far_sums`: the same sums with the roles of queries and keys exchanged.
 
-    exp(k - logsum) = exp(k) exp(-logsum): -logsum plays the key, the upstream gradient the value, and each
-    tile of keys sums over the tiles of queries that see it from afar.
+    In exp(k - max - bias_max) the query's -max plays the key, -bias_max the bias, the upstream gradient the
+    value, and each tile of keys sums over the tiles of queries that see it from afar.
     """
     S = keys.shape[1]
     column, peak = _tile_columns(keys)
-    queries = _tile_sums(-logsum, upstream, dtype=keys.dtype)
+    queries = _query_tile_sums(top, upstream)
     tiles = peak.shape[1]
     # Key tile j is far behind query tile i when j < before[i], far ahead when j >= after[i]; both bounds grow
     # with i, so the queries concerned are all from some i on, and all up to some i.
     behind = tuple(sum(bound <= j for bound in far.before) for j in range(tiles))
     ahead = tuple(sum(bound <= j for bound in far.after) for j in range(tiles))
     flow = combine(_union_from(queries, behind), _union_before(queries, ahead))
-    scale = torch.exp((flow.max + peak.double()).to(keys.dtype))
+    scale = torch.exp(((flow.max + peak) + flow.bias_max).to(keys.dtype))
     inflow = _spread(flow.num * scale[..., None], S) * column[..., None]
     dv = inflow[..., :-1]
     return (values * dv).sum(-1) + inflow[..., -1], dv
 
 
+def _tiled(x: Tensor, padding: float) -> Tensor:
+    """[G, L, ...] as tiles [G, tiles, TILE, ...], the last one filled up."""
+    missing = -x.shape[1] % TILE
+    if missing:
+        x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), padding)], 1)
+    return x.reshape(x.shape[0], x.shape[1] // TILE, TILE, *x.shape[2:])
+
+
 def _tile_columns(keys: Tensor) -> tuple[Tensor, Tensor]:
     """exp(k - peak) [G, S, N] and peak [G, tiles, N], the largest key of each tile of `TILE` keys."""
-    S = keys.shape[1]
-    padded = torch.nn.functional.pad(keys, (0, 0, 0, -S % TILE), value=-torch.inf)
-    tiled = (
-        padded.unflatten(1, (-1, TILE)) if S else padded.new_empty(padded.shape[0], 0, TILE, padded.shape[2])
-    )
-    peak = tiled.amax(2)
-    return torch.exp(tiled - _finite(peak)[:, :, None]).flatten(1, 2)[:, :S], peak
+    tiles = _tiled(keys, -torch.inf)
+    peak = tiles.amax(2)
+    return torch.exp(tiles - _finite(peak)[:, :, None]).flatten(1, 2)[:, : keys.shape[1]], peak
 
 
-def _tile_sums(keys: Tensor, values: Tensor, dtype: torch.dtype | None = None) -> AFTState:
-    """The state of each tile of `TILE` keys: num [G, tiles, N, P], den and max [G, tiles, N]."""
+def _tile_sums(keys: Tensor, values: Tensor) -> AFTState:
+    """The state of each tile of `TILE` keys without a bias: [G, tiles, N]."""
     column, peak = _tile_columns(keys)
-    total = _with_one(column.to(dtype or column.dtype), values)
-    total = torch.nn.functional.pad(total, (0, 0, 0, 0, 0, -total.shape[1] % TILE))
-    total = total.unflatten(1, (peak.shape[1], TILE)).sum(2)
-    return AFTState(total[..., :-1], total[..., -1], peak.double())
+    total = _tiled(_with_one(column, values), 0.0).sum(2)
+    return AFTState(total[..., :-1], total[..., -1], peak, torch.zeros_like(peak, dtype=torch.float64))
+
+
+def _query_tile_sums(top: _Peak, upstream: Tensor) -> AFTState:
+    """The state of each tile of `TILE` queries for `_far_backward`; a query that saw nothing is absent."""
+    keys, biases = _tiled(-top.key, -torch.inf), _tiled(-top.bias, 0.0)
+    peak = largest(biases, keys, 2)
+    top_key, top_bias = keys.gather(2, peak), biases.gather(2, peak)
+    weight = torch.exp(((biases - top_bias) + (keys - _finite(top_key))).to(upstream.dtype))
+    total = (weight[..., None] * _tiled(upstream, 0.0)).sum(2)
+    # The denominator is not asked for: exchanged sums are not divided.
+    return AFTState(total, weight.sum(2), top_key[:, :, 0], top_bias[:, :, 0])
 
 
 def _union_before(tiles: AFTState, bounds: tuple[int, ...]) -> AFTState:
@@ -331,10 +383,8 @@ def _union_from(tiles: AFTState, bounds: tuple[int, ...]) -> AFTState:
 
 def _after_empty(states: AFTState) -> AFTState:
     """The states with an empty one put before them."""
-    num, den, peak = (
-        x.narrow(1, 0, 1) if x.shape[1] else x.new_empty(x.shape[0], 1, *x.shape[2:]) for x in states
-    )
-    empty = (torch.zeros_like(num), torch.zeros_like(den), torch.full_like(peak, -torch.inf))
+    G, _, N, P = states.num.shape
+    empty = empty_state(states.num, G, 1, N, values=P)
     return AFTState(*(torch.cat([x, y], 1) for x, y in zip(empty, states, strict=True)))
 
 
