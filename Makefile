@@ -1,21 +1,20 @@
-# `make demo` trains a model, `make test` checks everything that takes seconds; both install what they need into .venv first.
+# `make demo` trains a model, `make test` checks what takes seconds; both install what they need into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-RUN ?= runs/demo
+RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-slow check
 
 demo: .venv/train.stamp
-	$(BIN)/python -m aft train bytes-tiny --out "$(RUN)" --overwrite
-	$(BIN)/python -m aft evaluate "$(RUN)"
+	$(BIN)/python -m aft train bytes-tiny --out "$(RUN)"
 	$(BIN)/python -m aft generate "$(RUN)" --prompt "def " --max-new-tokens 400
 
 test: .venv/test.stamp check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-slow: .venv/test.stamp
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto -m slow
 
 check: .venv/test.stamp
 	$(BIN)/ruff check .

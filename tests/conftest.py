@@ -1,13 +1,11 @@
 """Settings of the test run."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import settings
 
-# Two threads at most, and none that spin against another process for the same core.
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Tests run in as many processes as there are cores.
+torch.set_num_threads(1)
 settings.register_profile("aft", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("aft")
 

@@ -34,15 +34,6 @@ from aft.training.trainer import parameter_groups, training_arguments
 from small_runs import TINY, child, tiny, write_text  # pyrefly: ignore[missing-import]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As children have: the bits of a sum depend on how many threads share it. Small ones run faster so."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("training")
