@@ -66,6 +66,49 @@ def test_agrees_with_the_reference(T, key_scale, bias_scale, seed, causal, opera
         assert relative_error(a, b, floor) < 1e-5
 
 
+def _on_a_lattice(x, step=0.125):
+    """Rounded so that shifts by whole numbers are exact."""
+    return (x / step).round() * step
+
+
+@given(lengths, scales, seeds, st.booleans(), st.integers(-5000, 5000), st.sampled_from(SEQUENCE_OPERATIONS))
+def test_a_shift_of_all_keys_changes_nothing(T, scale, seed, causal, shift, operation):
+    q, k, v, *bias = operation.inputs(T=T, D=2, key_scale=scale, bias_scale=scale, seed=seed)
+    k = _on_a_lattice(k)
+    wanted = operation(q, k, v, *bias, causal=causal)
+    assert relative_error(operation(q, k + shift, v, *bias, causal=causal), wanted) < 1e-5
+
+
+@given(lengths, scales, seeds, st.booleans(), st.sampled_from([full(), full(by_sequence=True)]))
+def test_a_shift_of_a_bias_row_changes_nothing(T, scale, seed, causal, operation):
+    q, k, v, w = operation.inputs(T=T, D=2, key_scale=scale, bias_scale=scale, seed=seed)
+    w = _on_a_lattice(w)
+    shift = torch.randint(-5000, 5000, (T, 1), generator=torch.Generator().manual_seed(seed))
+    wanted = operation(q, k, v, w, causal=causal)
+    assert relative_error(operation(q, k, v, w + shift, causal=causal), wanted) < 1e-5
+
+
+@given(st.integers(1, 5), lengths, scales, seeds, st.booleans(), st.sampled_from(SEQUENCE_OPERATIONS))
+def test_a_permutation_of_the_batch_permutes_the_result(B, T, scale, seed, causal, operation):
+    q, k, v, *bias = operation.inputs(B=B, T=T, D=2, key_scale=scale, bias_scale=scale, seed=seed)
+    order = torch.randperm(B, generator=torch.Generator().manual_seed(seed))
+    permuted = [b[order] if operation.name == "full, a table each" else b for b in bias]
+    wanted = operation(q, k, v, *bias, causal=causal)[order]
+    got = operation(q[order], k[order], v[order], *permuted, causal=causal)
+    assert relative_error(got, wanted) < 1e-6
+
+
+@given(st.integers(2, 150), scales, scales, seeds, st.data(), st.sampled_from(SEQUENCE_OPERATIONS))
+def test_a_perturbed_future_changes_no_bit_of_the_past(T, scale, shift, seed, data, operation):
+    q, k, v, *bias = operation.inputs(T=T, D=2, key_scale=scale, bias_scale=scale, seed=seed)
+    cut = data.draw(st.integers(1, T - 1))
+    wanted = operation(q, k, v, *bias, causal=True)[:, :cut]
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[:, cut:] += shift * torch.randn_like(x[:, cut:])
+    assert torch.equal(operation(*changed, *bias, causal=True)[:, :cut], wanted)
+
+
 @given(lengths, seeds, st.booleans())
 def test_a_window_that_holds_everything_is_full(T, seed, causal):
     inputs = full().inputs(T=T, seed=seed)
