@@ -1,9 +1,13 @@
 """Settings of the test run."""
 
+import signal
+
 import pytest
 import torch
 from hypothesis import settings
 
+# A shell's background jobs begin with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run in as many processes as there are cores.
 torch.set_num_threads(1)
 settings.register_profile("aft", deadline=None, max_examples=40, derandomize=True)

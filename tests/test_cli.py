@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from aft.cli import main
 from aft.training.recipes import RECIPES
@@ -159,7 +159,8 @@ def test_info_names_versions_and_implementations(aft: Command) -> None:
         (["generate", "nowhere", "--top-k", "many"], "--top-k: invalid literal for int()"),
         (["train", "--resume", "nowhere"], "nowhere: no such run directory"),
         (["train", "--resume"], "Missing value for argument '--resume'"),
-        (["info", "--all"], "has no option --all"),
+        (["info", "--all"], "has no option --all; it takes none"),
+        (["train", "--resume", "run", "--lr", "1"], "a run goes on by its own recipe"),
     ],
 )
 def test_mistakes_are_one_line(aft: Command, args: list[str], message: str) -> None:
@@ -187,6 +188,8 @@ def test_mistakes_in_the_data_are_one_line(aft: Command, tmp_path: Path) -> None
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("text8", b"words")
     assert "is a zip that holds 'text8'; a member 'enwik8' was expected" in answer(tmp_path / "other.zip")
+    (tmp_path / "half.zip").write_bytes((tmp_path / "other.zip").read_bytes()[:60])
+    assert "begins as a zip does, but its 60 bytes are not a whole one" in answer(tmp_path / "half.zip")
     assert not (tmp_path / "run").exists()
 
 
@@ -294,6 +297,7 @@ def test_generate_writes_prompt_and_continuation(aft: Command, trained: str) -> 
     greedy = aft("generate", trained, *options, "--temperature", "0")[1]
     assert aft("generate", trained, *options, "--temperature", "0", "--seed", "5")[1] == greedy
     assert aft("generate", trained, *options, "--top-k", "1")[1] == greedy
+    assert aft("generate", trained, *options, "--temperature", "1e-40")[1] == greedy
     assert aft("generate", trained, *options, "--top-k", "100000")[1] == out
     assert len(aft("generate", trained, "--max-new-tokens", "5")[1]) == 5
 
@@ -306,6 +310,8 @@ def test_generate_writes_prompt_and_continuation(aft: Command, trained: str) -> 
         (["--top-k", "-1"], "top_k is -1"),
         (["--top-p", "0"], "top_p is 0"),
         (["--max-new-tokens", "-1"], "max_new_tokens is -1"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--seed", "99999999999999999999"], "expected at least 0 and below 2**32"),
         (["--prompt", "Zürich"], "--prompt: byte 0x5a at offset 0 is not one of the"),
     ],
 )
@@ -323,6 +329,65 @@ def test_damaged_weights_are_one_line(aft: Command, trained: str, tmp_path: Path
 
 
 # Ends that are not the usual one
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "model.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_a_damaged_checkpoint_is_one_line(
+    aft: Command, trained: str, tmp_path: Path, name: str, damage: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    if damage == "missing":
+        (checkpoint / name).unlink()
+    else:
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).unlink()
+        (checkpoint / name).write_bytes(content[: len(content) // 2])
+    message = aft.line("train", "--resume", str(run))
+    assert name in message
+    assert f"remove {checkpoint}" in message
+
+
+def test_a_finished_run_without_weights_is_not_called_saved(
+    aft: Command, trained: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "model.safetensors").unlink()
+    assert "no model.safetensors" in aft.line("train", "--resume", str(run))
+
+
+def test_weights_that_are_not_finite_are_one_line(aft: Command, trained: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    weights = load_file(run / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, run / "model.safetensors", metadata={"format": "pt"})
+    for command in ("evaluate", "generate"):
+        assert "model.norm.weight hold numbers that are not finite" in aft.line(command, str(run))
+
+
+def test_divergence_that_only_the_last_validation_shows_is_one_line(
+    aft: Command, text: str, tmp_path: Path
+) -> None:
+    options = ["--data", text, "--out", str(tmp_path / "run"), *TINY_OPTIONS]
+    changed = ["--lr=1e30", "--log-every=100", "--eval-every=0"]
+    status, _, err = aft("train", "shakespeare-char", *options, *changed)
+    assert status == 2
+    assert "training diverged" in err.splitlines()[-1]
+
+
+def test_a_closed_output_is_not_a_mistake(trained: str) -> None:
+    for args in (["recipes"], ["generate", trained, "--prompt", "x", "--max-new-tokens", "2"]):
+        command = [sys.executable, "-m", "aft", *args]
+        done = subprocess.run(
+            ["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_reader_that_goes_away_ends_generation_quietly(trained: str) -> None:
@@ -372,7 +437,7 @@ def test_training_that_diverges_is_one_line(aft: Command, text: str, tmp_path: P
     assert status == 2
     last = err.splitlines()[-1]
     assert re.fullmatch(
-        r"aft: the loss is nan at step \d: training diverged; a learning rate below 1e\+30 may help", last
+        r"aft: the loss is nan at step \d: training diverged; a lower learning rate may help", last
     )
 
 

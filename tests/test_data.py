@@ -91,10 +91,13 @@ def test_damaged_enwik8_zip_is_refused(tmp_path: Path) -> None:
         open_bytes(path)
 
 
-def test_text_that_begins_like_a_zip_is_bytes(tmp_path: Path) -> None:
+def test_half_a_zip_is_refused_and_text_that_begins_like_one_is_bytes(tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    path.write_bytes(b"PK\x03\x04 is how a zip begins")
-    assert open_bytes(path).tobytes() == b"PK\x03\x04 is how a zip begins"
+    path.write_bytes(b"PK are a zip's first letters")
+    assert open_bytes(path).tobytes() == b"PK are a zip's first letters"
+    path.write_bytes(b"PK\x03\x04 and then a download that stopped")
+    with pytest.raises(DataError, match="begins as a zip does, but its 37 bytes are not a whole one"):
+        open_bytes(path)
 
 
 def test_standard_library_source_is_the_same_each_time() -> None:

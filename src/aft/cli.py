@@ -31,7 +31,7 @@ The Attention Free Transformer: train, measure and sample byte-level language mo
 
 commands:
   train RECIPE [--data FILE] [--out DIR] [--field value ...]    train a model into a run directory
-  train --resume RUN                                            go on with a run that was stopped
+  train --resume RUN [--data FILE]                              go on with a run that was stopped
   evaluate RUN [--data FILE] [--split validation|test]          exact bits per byte
   generate RUN --prompt TEXT [--temperature 0.8 ...]            sample text, streamed as it comes
   recipes                                                       the recipes, a line each
@@ -95,7 +95,7 @@ class GenerateOptions:
     max_new_tokens: int = 400
     """Bytes to add; 0 writes the prompt alone."""
     temperature: float = 0.8
-    """Below 1 keeps to what is likely; 0 always takes the likeliest byte."""
+    """Below 1 keeps to what is likely; 0 (or below 1e-6) always takes the likeliest byte."""
     top_k: int = 0
     """Choose among the k likeliest bytes; 0 is off."""
     top_p: float = 1.0
@@ -112,6 +112,10 @@ class NoOptions:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line (by default the process's own) and exit with its status."""
     arguments = list(sys.argv[1:] if args is None else args)
+    # A closed stream is None to Python; nobody reads it, and nothing should fail for that.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the process runs)
     try:
         status = _dispatch(arguments)
         sys.stdout.flush()
@@ -131,7 +135,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _complain(message: str) -> int:
     """One line on stderr, whatever the message holds."""
-    print("aft: " + " ".join(message.split()), file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun once, not once a process
+        print("aft: " + " ".join(message.split()), file=sys.stderr)
     return 2
 
 
@@ -158,6 +163,8 @@ def _dispatch(args: list[str]) -> int:
 
 def _train(args: list[str]) -> int:
     if any(arg == "--resume" or arg.startswith("--resume=") for arg in args):
+        if "-h" in args or "--help" in args:
+            args = ["--help"]  # also without the run that --resume asks for
         options = _parse(ResumeOptions, args, "aft train")
         _quieten()
         from pathlib import Path
@@ -233,6 +240,8 @@ def _generate(args: list[str]) -> int:
 
     if options.max_new_tokens < 0:
         raise CommandError(f"max_new_tokens is {options.max_new_tokens}; expected at least 0")
+    if not 0 <= options.seed < 2**32:
+        raise CommandError(f"seed is {options.seed}; expected at least 0 and below 2**32")
     model = load_model(Path(options.run))
     choice = generation_config(
         temperature=options.temperature,
@@ -336,6 +345,8 @@ def _unknown(token: str, kind: type[Any], prog: str) -> str:
     if not token.startswith("-"):
         return f"{prog} does not take a further argument, {token!r} (see {prog} --help)"
     option = token.split("=")[0]
+    if kind is ResumeOptions:
+        return f"a run goes on by its own recipe: --resume takes --data and no other option, got {option}"
     known = [f.name for f in dataclasses.fields(kind)]
     if kind is TrainOptions:
         known += [f.name for f in dataclasses.fields(Recipe)] + ["resume"]
@@ -344,5 +355,7 @@ def _unknown(token: str, kind: type[Any], prog: str) -> str:
 
 
 def _nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    if not known:
+        return "it takes none"
     near = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"

@@ -70,7 +70,10 @@ def _is_zip(path: Path) -> bool:
     with path.open("rb") as file:
         if not file.read(4).startswith(_ZIP_MAGICS):
             return False
-    return zipfile.is_zipfile(path)
+    if not zipfile.is_zipfile(path):
+        size = path.stat().st_size
+        raise DataError(f"{path} begins as a zip does, but its {size:,} bytes are not a whole one")
+    return True
 
 
 def _open_enwik8(path: Path) -> np.ndarray:

@@ -172,15 +172,17 @@ class AFTLayer(nn.Module):
         grid = "T" if self._space == 1 else "Y, X"
         wanted = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
         for label, (x, channels) in wanted.items():
-            if (
-                x.ndim not in (self._space + 1, self._space + 2)
-                or x.ndim != query.ndim
-                or x.shape[-1] != channels
-            ):
+            if x.ndim in (self._space + 1, self._space + 2) and x.shape[-1] == channels:
+                if x.ndim == query.ndim:
+                    continue
                 raise ValueError(
-                    f"{name}: {label} must be [B, {grid}, {channels}] or [{grid}, {channels}] as the query, "
+                    f"{name}: {label} must be batched like the query or not at all, "
                     f"got {label} {tuple(x.shape)} and query {tuple(query.shape)}"
                 )
+            raise ValueError(
+                f"{name}: {label} must be [B, {grid}, {channels}] or [{grid}, {channels}], "
+                f"got {tuple(x.shape)}"
+            )
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, causal={self.causal}"

@@ -1,5 +1,6 @@
 """A model read back from a run directory, checked before it is built: errors name what does not fit."""
 
+import zipfile
 from pathlib import Path
 
 import torch
@@ -25,7 +26,25 @@ def load_model(run: Path) -> AFTForCausalLM:
     config = _read_config(run)
     _check_weights(run / WEIGHTS, config)
     model = AFTForCausalLM.from_pretrained(run, config=config, dtype=torch.float32)
+    broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
+    if broken:
+        raise RunError(f"{run / WEIGHTS}: {_few(broken)} hold numbers that are not finite: training diverged")
     return model.eval()
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise RunError unless all that resuming reads is there and whole."""
+    hint = f"remove {checkpoint} to go on from an older one or to start again"
+    states = sorted(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]
+    for path in (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *states):
+        # What torch saves is a zip archive, whose directory comes last: one cut short has none.
+        if not zipfile.is_zipfile(path):
+            raise RunError(f"{path} is {'damaged' if path.exists() else 'missing'}; {hint}")
+    try:
+        _shapes(checkpoint / WEIGHTS)
+        read_json(checkpoint / "trainer_state.json", f"{checkpoint} has no trainer_state.json")
+    except RunError as error:
+        raise RunError(f"{error}; {hint}") from error
 
 
 def _read_config(run: Path) -> AFTConfig:
@@ -38,7 +57,7 @@ def _read_config(run: Path) -> AFTConfig:
     try:
         return AFTConfig.from_dict(fields)
     except Exception as error:  # whatever a check of the configuration raises, the file is what is wrong
-        raise RunError(f"{path} is not a valid configuration: {str(error).splitlines()[0]}") from error
+        raise RunError(f"{path} is not a valid configuration: {error}") from error
 
 
 def _check_weights(path: Path, config: AFTConfig) -> None:

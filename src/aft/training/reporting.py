@@ -101,11 +101,7 @@ class Reporter(TrainerCallback):
             return
         speed = (state.global_step - self._last_step) * self._bytes_per_step / max(self.stopwatch.lap(), 1e-9)
         self._last_step = state.global_step
-        if not math.isfinite(logs["loss"]):
-            raise RunError(
-                f"the loss is {logs['loss']} at step {state.global_step:,}: training diverged; "
-                f"a learning rate below {args.learning_rate:g} may help"
-            )
+        _check_finite(logs["loss"], state.global_step)
         bpc = logs["loss"] / math.log(2)
         self._write(
             step=state.global_step,
@@ -121,6 +117,7 @@ class Reporter(TrainerCallback):
     def validation(self, step: int, result: Score, *, final: bool) -> None:
         """Report bits per byte of the validation part, or of its beginning."""
         loss = result.bpc * math.log(2)
+        _check_finite(loss, step)
         self._write(
             step=step,
             split="validation",
@@ -145,3 +142,10 @@ class Reporter(TrainerCallback):
         self._shown |= values
         if self._bar is not None:
             self._bar.set_postfix(self._shown, refresh=False)
+
+
+def _check_finite(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise RunError(
+            f"the loss is {loss} at step {step:,}: training diverged; a lower learning rate may help"
+        )

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import set_seed
 
-from aft.data import distinct_bytes, encode, open_bytes, split_bytes, standard_library_source
+from aft.data import DataError, distinct_bytes, encode, open_bytes, split_bytes, standard_library_source
 from aft.data.splits import check_lengths
 from aft.models import AFTConfig, AFTForCausalLM
 from aft.training import rundir
@@ -22,6 +22,7 @@ from aft.training.curve import draw_curve
 from aft.training.errors import RunError
 from aft.training.evaluation import Score
 from aft.training.interrupts import stop_on_signals
+from aft.training.loading import check_checkpoint, load_model
 from aft.training.recipes import NamedRecipe, Recipe
 from aft.training.reporting import Reporter, Stopwatch
 from aft.training.trainer import ByteTrainer, training_arguments
@@ -91,6 +92,8 @@ def resume(run: Path, data: str | None) -> Outcome:
     recipe = rundir.recipe_of(record, run)
     corpus = recorded_corpus(record, run, data)
     checkpoint = rundir.last_checkpoint(run)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
     arguments = training_arguments(recipe, run)
     if record.get("processes", 1) != arguments.world_size:
         raise RunError(
@@ -114,10 +117,13 @@ def recorded_corpus(record: dict[str, Any], run: Path, data: str | None = None) 
     """The data that a run was trained on, from where recipe.json says or from `data`, and the same bytes."""
     recipe = rundir.recipe_of(record, run)
     wanted = record["data"]
-    if data is None and wanted["path"] == STDLIB:
-        corpus = open_corpus(None, recipe, record["name"])
-    else:
-        corpus = open_corpus(data or wanted["path"], recipe, record["name"])
+    source = None if wanted["path"] == STDLIB else wanted["path"]
+    try:
+        corpus = open_corpus(data or source, recipe, record["name"])
+    except DataError as error:
+        if data is not None or source is None:
+            raise
+        raise RunError(f"{error}; if the data were moved, give them with --data") from error
     if (corpus.size, corpus.digest) != (wanted["bytes"], wanted["sha256"]):
         raise RunError(
             f"{corpus.path} is not the data of {run}: {corpus.size:,} bytes, sha256 {corpus.digest[:12]}…; "
@@ -206,6 +212,7 @@ def _train(
     checkpoint: Path | None,
 ) -> Outcome:
     if checkpoint is not None and (row := _final_row(run)):
+        load_model(run)  # which complains where the weights are gone
         return Outcome(run, row["step"], False, Score(row["bpc"] * row["bytes"], row["bytes"]))
     first = is_first_process()
     earlier = 0.0

@@ -30,7 +30,7 @@ def generation_config(*, temperature: float, top_k: int, top_p: float, vocab_siz
         raise SamplingError(f"top_k is {top_k}; expected at least 0 (0 is off)")
     if not 0 < top_p <= 1:
         raise SamplingError(f"top_p is {top_p:g}; expected 0 < top_p <= 1 (1 is off)")
-    if temperature == 0:
+    if temperature < 1e-6:  # logits divided by less overflow
         return GenerationConfig(do_sample=False)
     return GenerationConfig(
         do_sample=True, temperature=temperature, top_k=min(top_k, vocab_size), top_p=top_p
