@@ -75,6 +75,10 @@ class AFTFull(AFTLayer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        self.reset_position_bias()
+
+    def reset_position_bias(self) -> None:
+        """The position bias alone at its initial values."""
         if self.position_bias is not None:
             nn.init.zeros_(self.position_bias)
         else:

@@ -40,6 +40,10 @@ class _AFTConv(AFTLayer):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        self.reset_kernel()
+
+    def reset_kernel(self) -> None:
+        """The kernel, its gain and its shift alone at their initial values."""
         if self.reparameterize:
             nn.init.normal_(self.kernel)
             nn.init.zeros_(self.kernel_gain)

@@ -92,15 +92,9 @@ class AFTPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std)
         match module:
             case AFTFull():
-                if module.position_bias is not None:
-                    init.zeros_(module.position_bias)
-                else:
-                    init.normal_(module.position_bias_u, std=0.01)
-                    init.normal_(module.position_bias_v, std=0.01)
+                module.reset_position_bias()
             case AFTConv1d():
-                init.normal_(module.kernel)
-                init.zeros_(module.kernel_gain)
-                init.zeros_(module.kernel_shift)
+                module.reset_kernel()
 
 
 class AFTModel(AFTPreTrainedModel):
