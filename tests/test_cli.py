@@ -218,7 +218,7 @@ def test_training_prints_its_result_and_a_bar(aft: Command, text: str, tmp_path:
 def test_any_bytes_train_and_count(aft: Command, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "data").write_bytes(content)
     run = str(tmp_path / "run")
-    options = [*TINY_OPTIONS, "--steps=1", "--eval-every=0"]
+    options = [*TINY_OPTIONS, "--steps=1", "--eval-every=0", "--split", "0.8", "0.2"]
     assert aft("train", "bytes-tiny", "--data", str(tmp_path / "data"), "--out", run, *options)[0] == 0
     status, out, _ = aft("evaluate", run, "--data", str(tmp_path / "data"))
     assert status == 0
