@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from aft.__main__ import share_cores
 from aft.cli import main
 from aft.training.recipes import RECIPES
 from small_runs import TINY_OPTIONS, child, write_text  # pyrefly: ignore[missing-import]
@@ -77,6 +78,17 @@ def test_a_missing_extra_is_named(package: str, command: str, text: str, tmp_pat
     out, err = process.communicate()
     wanted = f"aft: the package {package} is missing; pip install 'attention-free[train]' brings it\n"
     assert (process.returncode, out.splitlines()[1:], err.decode()[-len(wanted) :]) == (2, [], wanted)
+
+
+def test_threads_wait_asleep_unless_the_user_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    share_cores()
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    share_cores()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:
