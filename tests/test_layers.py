@@ -333,6 +333,21 @@ def test_put_into_an_encoder_that_packs_padded_sequences(make):
     assert relative_error(got, wanted) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_sequences_are_each_their_own(make):
+    layer, lengths = make(), (5, T, 1)
+    sequences = [torch.randn(n, D) for n in lengths]
+    nested = torch.nested.as_nested_tensor(sequences)
+    for is_causal in (False, True):
+        got = layer(nested, nested, nested, is_causal=is_causal)[0].unbind()
+        for x, y in zip(sequences, got, strict=True):
+            assert relative_error(y, layer(x, x, x, is_causal=is_causal)[0]) < 1e-5
+    mask = torch.zeros(T, T, dtype=torch.bool)
+    for options in ({"attn_mask": mask}, {"need_weights": True}, {"key": torch.randn(3, T, D)}):
+        with pytest.raises(ValueError, match="a nested query is taken batch first"):
+            layer(nested, **options)
+
+
 def test_inside_a_transformer_decoder(make):
     layer = nn.TransformerDecoderLayer(D, 2, 16, 0.0, batch_first=True)
     layer.self_attn, layer.multihead_attn = make(), make()

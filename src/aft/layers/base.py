@@ -113,7 +113,13 @@ class AFTLayer(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         if query.is_nested:
-            return self._forward_nested(query), None
+            plain = key is query and value is query and key_padding_mask is None and attn_mask is None
+            if not plain or need_weights or not self.batch_first:
+                raise ValueError(
+                    f"{type(self).__name__}: a nested query is taken batch first, as its own key and value, "
+                    "without masks and without weights; pad it to a tensor for anything else"
+                )
+            return self._forward_nested(query, is_causal), None
         batched = query.ndim == self._space + 2
         self._check_inputs(query, key, value)
         if not batched:
@@ -146,13 +152,13 @@ class AFTLayer(nn.Module):
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _forward_nested(self, query: Tensor) -> Tensor:
+    def _forward_nested(self, query: Tensor, is_causal: bool) -> Tensor:
         """Sequences of different lengths, as ``nn.TransformerEncoder`` packs padded ones to evaluate."""
         lengths = [len(sequence) for sequence in query.unbind()]
         padded = torch.nested.to_padded_tensor(query, 0.0)
         length = torch.tensor(lengths, device=padded.device)[:, None]
         padding = torch.arange(padded.shape[1], device=padded.device) >= length
-        output = self(padded, padded, padded, padding)[0]
+        output = self(padded, padded, padded, padding, is_causal=is_causal)[0]
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths, strict=True)])
 
     def _problem(
