@@ -86,13 +86,16 @@ class AFTFull(AFTLayer):
             nn.init.normal_(self.position_bias_v, std=0.01)
 
     def _bias(self, T: int, S: int) -> PositionBias:
-        if self.max_seq_len < T or self.max_source_len < S:
+        # Lengths of the tensors, not of the constructor: `torch.func.functional_call` may put others here.
+        table = self.position_bias
+        reach = (len(self.position_bias_u), len(self.position_bias_v)) if table is None else table.shape
+        if reach[0] < T or reach[1] < S:
             raise ValueError(
-                f"{type(self).__name__}: the position bias reaches {self.max_seq_len} target and "
-                f"{self.max_source_len} source positions, got a target of {T} and a source of {S}"
+                f"{type(self).__name__}: the position bias reaches {reach[0]} target and "
+                f"{reach[1]} source positions, got a target of {T} and a source of {S}"
             )
-        if self.position_bias is not None:
-            return self.position_bias[:T, :S]
+        if table is not None:
+            return table[:T, :S]
         return self.position_bias_u[:T], self.position_bias_v[:S]
 
     def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:

@@ -1,4 +1,4 @@
-"""A causal language model over bytes, native to Transformers: the paper's block around any mixer."""
+"""A causal model over bytes or sub-pixels, native to Transformers: the paper's block around any mixer."""
 
 from typing import Any
 
@@ -6,32 +6,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils import can_return_tuple
 
 from aft.layers import AFTConv1d, AFTFull, AFTLocal, AFTSimple
+from aft.models.blocks import AFTBlock, SelfAttention
 from aft.models.configuration import AFTConfig
-
-
-class CausalSelfAttention(nn.Module):
-    """Scaled dot-product attention with ``num_heads`` heads, the baseline: [B, T, D], O(T^2 D)."""
-
-    def __init__(self, embed_dim: int, num_heads: int):
-        super().__init__()
-        self.num_heads = num_heads
-        self.q_proj = nn.Linear(embed_dim, embed_dim)
-        self.k_proj = nn.Linear(embed_dim, embed_dim)
-        self.v_proj = nn.Linear(embed_dim, embed_dim)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        q, k, v = (
-            project(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
 
 
 def make_mixer(config: AFTConfig) -> nn.Module:
@@ -47,31 +27,8 @@ def make_mixer(config: AFTConfig) -> nn.Module:
         case "conv":
             return AFTConv1d(d, config.num_attention_heads, config.kernel_size, causal=True)
         case "attention":
-            return CausalSelfAttention(d, config.num_attention_heads)
+            return SelfAttention(d, config.num_attention_heads, causal=True)
     raise ValueError(f"mixer must be one of full, simple, local, conv, attention; got {config.mixer!r}")
-
-
-class AFTBlock(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + mlp(norm(x)): the paper's block, as in ImageGPT."""
-
-    def __init__(self, config: AFTConfig):
-        super().__init__()
-        d = config.hidden_size
-        self.mixer_norm = nn.LayerNorm(d)
-        self.mixer = make_mixer(config)
-        self.mlp_norm = nn.LayerNorm(d)
-        width = config.intermediate_size or 4 * d
-        self.mlp_in = nn.Linear(d, width)
-        self.mlp_out = nn.Linear(width, d)
-        # A mark on the layers themselves: Transformers shows `_init_weights` no module without parameters.
-        for layer in (self.mixer.out_proj, self.mlp_out):
-            object.__setattr__(layer, "feeds_residual", True)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.mixer(self.mixer_norm(x))[0])
-        hidden = nn.functional.gelu(self.mlp_in(self.mlp_norm(x)))
-        return x + self.dropout(self.mlp_out(hidden))
 
 
 class AFTPreTrainedModel(PreTrainedModel):
@@ -105,8 +62,10 @@ class AFTModel(AFTPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(AFTBlock(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size)
+        self.layers = nn.ModuleList(
+            AFTBlock(config, make_mixer(config)) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -1,9 +1,11 @@
 """What an AFT language model is made of, as a Transformers configuration."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-MIXERS = ("full", "simple", "local", "conv", "attention")
+from aft.models.blocks import MIXERS, check_block
 
 
 @strict
@@ -24,8 +26,12 @@ class AFTConfig(PreTrainedConfig):
         bias_rank: d', rank of the position bias of "full" and "local"; None for a dense table.
         dropout: probability, on embeddings and on what each mixer and MLP adds.
         initializer_range: standard deviation of linear and embedding weights.
+        hidden_act: activation of the MLP, by Transformers' name for it.
+        layer_norm_eps: what LayerNorm adds to the variance.
         tie_word_embeddings: whether the head shares the token embedding's weights.
         alphabet: where the vocabulary is not all bytes: token i is byte alphabet[i].
+        image_shape: of a pixel model, [height, width, channels]: position i is sub-pixel i of an image, rows
+            first and channels last.
     """
 
     model_type = "aft"
@@ -42,8 +48,11 @@ class AFTConfig(PreTrainedConfig):
     bias_rank: int | None = None
     dropout: float | int = 0.0
     initializer_range: float = 0.02
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     alphabet: list[int] | None = None
+    image_shape: list[int] | None = None
     use_cache: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -75,8 +84,7 @@ class AFTConfig(PreTrainedConfig):
                 f"hidden_size must be a multiple of num_attention_heads, "
                 f"got {self.hidden_size} and {self.num_attention_heads}"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be a probability in [0, 1), got {self.dropout}")
+        check_block(self)
         if self.initializer_range < 0:
             raise ValueError(f"initializer_range must be at least 0, got {self.initializer_range}")
         if self.alphabet is not None:
@@ -85,4 +93,13 @@ class AFTConfig(PreTrainedConfig):
                 raise ValueError(
                     f"alphabet must hold vocab_size = {self.vocab_size} different bytes, "
                     f"got {len(self.alphabet)} numbers, {known} different bytes among them"
+                )
+        if self.image_shape is not None:
+            if len(self.image_shape) != 3 or min(self.image_shape) < 1:
+                raise ValueError(f"image_shape must be [height, width, channels], got {self.image_shape}")
+            pixels = math.prod(self.image_shape)
+            if pixels != self.max_position_embeddings:
+                raise ValueError(
+                    f"max_position_embeddings must be {pixels}, the sub-pixels of image_shape "
+                    f"{self.image_shape}; got {self.max_position_embeddings}"
                 )

@@ -1,0 +1,86 @@
+"""The block that all models here are stacks of, and the mixers that it can hold."""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+MIXERS = ("full", "simple", "local", "conv", "attention")
+
+
+class BlockConfig(Protocol):
+    """What a block reads of a configuration."""
+
+    hidden_size: int
+    intermediate_size: int | None
+    hidden_act: str
+    layer_norm_eps: float
+    dropout: float | int
+
+
+class SelfAttention(nn.Module):
+    """Scaled dot-product attention with ``num_heads`` heads, the baseline: [B, T, D], O(T^2 D)."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, causal: bool):
+        super().__init__()
+        self.num_heads, self.causal = num_heads, causal
+        self.q_proj = nn.Linear(embed_dim, embed_dim)
+        self.k_proj = nn.Linear(embed_dim, embed_dim)
+        self.v_proj = nn.Linear(embed_dim, embed_dim)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        q, k, v = (
+            project(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+class AFTBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x)): the paper's block, as in ImageGPT and in ViT.
+
+    Args:
+        mixer: a layer called as `nn.MultiheadAttention` is, on whatever shape ``[B, ..., D]`` it takes.
+        drop_path: probability that a sample skips a branch while training (stochastic depth).
+    """
+
+    def __init__(self, config: BlockConfig, mixer: nn.Module, drop_path: float = 0.0):
+        super().__init__()
+        d = config.hidden_size
+        self.mixer_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
+        width = config.intermediate_size or 4 * d
+        self.mlp_in = nn.Linear(d, width)
+        self.activation = ACT2FN[config.hidden_act]
+        self.mlp_out = nn.Linear(width, d)
+        # A mark on the layers themselves: Transformers shows `_init_weights` no module without parameters.
+        for layer in (self.mixer.out_proj, self.mlp_out):
+            object.__setattr__(layer, "feeds_residual", True)
+        self.dropout = nn.Dropout(config.dropout)
+        self.drop_path = drop_path
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._kept(self.dropout(self.mixer(self.mixer_norm(x))[0]))
+        hidden = self.activation(self.mlp_in(self.mlp_norm(x)))
+        return x + self._kept(self.dropout(self.mlp_out(hidden)))
+
+    def _kept(self, branch: Tensor) -> Tensor:
+        if not self.training or self.drop_path == 0:
+            return branch
+        # Dropout of one number a sample: it also scales what stays by 1 / (1 - p).
+        return branch * F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.drop_path)
+
+
+def check_block(config: BlockConfig) -> None:
+    """Raises ValueError that names the field of a configuration, what came and what was expected."""
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act must be one of {', '.join(ACT2FN)}; got {config.hidden_act!r}")
+    if not config.layer_norm_eps > 0:
+        raise ValueError(f"layer_norm_eps must be above 0, got {config.layer_norm_eps}")
+    if not 0.0 <= config.dropout < 1.0:
+        raise ValueError(f"dropout must be a probability in [0, 1), got {config.dropout}")
