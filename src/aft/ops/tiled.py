@@ -32,15 +32,29 @@ SPREAD = 60.0
 # entries are formed up to its square before a zero takes them out.
 DIAGONAL_SPREAD = 30.0
 # Elements of a temporary: memory beyond inputs and outputs stays at a few of these plus a multiple of T D.
-BUDGET = 1 << 22
+# A CPU is as fast with what its cache holds; other devices want large calls.
+CPU_BUDGET, DEVICE_BUDGET = 1 << 18, 1 << 22
 
 
 def forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, AFTState]:
-    """mean [G, T, N, P] and the sums it is a quotient of; a query with nothing to see gives 0."""
+    """mean [G, T, N, P] and the sums it is a quotient of; a query with nothing to see gives 0.
+
+    The mean takes the place of num in the sums: nobody needs both.
+    """
     total = _block_sums(keys, values, source, plan, T)
     if plan.far is not None:
-        total = combine(total, _far_sums(keys, values, plan.far, T))
-    return total.num / _nonzero(total.den)[..., None], total
+        total = AFTState(*(x.contiguous() for x in total))  # written to below
+        far = _far_sums(keys, values, plan.far)
+        for rows in _spans(T, total.num):
+            near = AFTState(*(x[:, rows] for x in total))
+            _write(
+                near,
+                combine(
+                    near, AFTState(*(_spread(x[:, _tiles_of(rows)], rows.stop - rows.start) for x in far))
+                ),
+            )
+    mean = total.num.div_(_nonzero(total.den)[..., None])
+    return mean, total._replace(num=mean)
 
 
 def backward(
@@ -56,17 +70,14 @@ def backward(
 
     ``result`` [G, T, N, P] and ``sums`` (of which num is not read) are those of `forward`.
     """
-    G, _, N = keys.shape
-    P = values.shape[-1]
-    T = result.shape[1]
     source.allocate(keys.dtype)
     # The normalised weights are exp(x - max - bias_max) / den, and 0 in a row that saw nothing.
     seen = (sums.den > 0)[..., None]
     upstream = torch.cat([grad, -(grad * result).sum(-1, keepdim=True)], -1)
-    upstream = upstream.masked_fill(~seen, 0.0) / _nonzero(sums.den)[..., None]
+    upstream.masked_fill_(~seen, 0.0).div_(_nonzero(sums.den)[..., None])
     top = _Peak(sums.max.masked_fill(~seen[..., 0], torch.inf), sums.bias_max)
     grad_keys, grad_values = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
-    for blocks in _affordable(plan, G, N * (P + 1)):
+    for blocks in _affordable(plan, values):
         k, v = _columns(keys, blocks), _columns(values, blocks)
         factors = _factor(source.read(blocks), k, blocks.triangular)
         g, top_here = _rows(upstream, blocks), _Peak(*(_rows(x, blocks) for x in top))
@@ -86,9 +97,7 @@ def backward(
         add_pieces(grad_values, blocks.column, blocks.step, dv)
         source.add(blocks, grad_bias)
     if plan.far is not None:
-        dk, dv = _far_backward(keys, values, upstream, top, plan.far, T)
-        grad_keys += dk
-        grad_values += dv
+        _far_backward(keys, values, upstream, top, plan.far, grad_keys, grad_values)
     return grad_keys, grad_values
 
 
@@ -237,7 +246,7 @@ def _exact_blocks(
     all_rows, channels = _exact_subset(factors)
     keys = factors.keys.index_select(-1, channels).double()
     values = values.index_select(-2, channels).double()
-    at_once = max(1, BUDGET // max(1, keys.numel()))
+    at_once = max(1, _budget(keys) // max(1, keys.numel()))
     for rows in all_rows.split(at_once):
         bias = factors.bias.index_select(-2, rows).double()
         yield rows, channels, bias[..., None], keys[:, :, None], values
@@ -272,7 +281,7 @@ def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T
     G, _, N = keys.shape
     P = values.shape[-1]
     total = None
-    for blocks in _affordable(plan, G, N * (P + 1)):
+    for blocks in _affordable(plan, values):
         factors = _factor(source.read(blocks), _columns(keys, blocks), blocks.triangular)
         sums = _sums(factors, _columns(values, blocks))
         if blocks.count == 1 and blocks.rows == T and blocks.fresh:
@@ -283,8 +292,7 @@ def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T
         elif not total.max.is_contiguous():
             total = AFTState(*(x.contiguous() for x in total))  # written to below
         rows = AFTState(*(_rows(x, blocks) for x in total))
-        for whole, part in zip(rows, sums if blocks.fresh else combine(rows, sums), strict=True):
-            whole.copy_(part)
+        _write(rows, sums if blocks.fresh else combine(rows, sums))
     return empty_state(keys, G, T, N, values=P) if total is None else total
 
 
@@ -305,35 +313,54 @@ def _exact_backward(
         dw[:, :, rows] += flow.sum(4).to(dw.dtype)
 
 
-def _far_sums(keys: Tensor, values: Tensor, far: Far, T: int) -> AFTState:
-    """For each query, the sums over the tiles of keys where its bias is zero: [G, T, N, ...]."""
-    tiles = _tile_sums(keys, values)
-    sides = (_union_before(tiles, far.before), _union_from(tiles, far.after))
-    per_tile = combine(*sides)
-    return AFTState(*(_spread(x, T) for x in per_tile))
+def _write(views: AFTState, sums: AFTState) -> None:
+    """Puts sums where views of a larger state are."""
+    for view, part in zip(views, sums, strict=True):
+        view.copy_(part)
+
+
+def _far_sums(keys: Tensor, values: Tensor, far: Far) -> AFTState:
+    """For each tile of queries, the sums over the tiles of keys where its bias is zero: [G, tiles, N]."""
+    tiles = _joined(_tile_sums(keys[:, rows], values[:, rows]) for rows in _spans(keys.shape[1], values))
+    return combine(_union_before(tiles, far.before), _union_from(tiles, far.after))
 
 
 def _far_backward(
-    keys: Tensor, values: Tensor, upstream: Tensor, top: _Peak, far: Far, T: int
-) -> tuple[Tensor, Tensor]:
-    """Gradients through `_far_sums`: the same sums with the roles of queries and keys exchanged.
+    keys: Tensor, values: Tensor, upstream: Tensor, top: _Peak, far: Far, dk: Tensor, dv: Tensor
+) -> None:
+    """Adds the gradients through `_far_sums`: the same sums with the roles of queries and keys exchanged.
 
     In exp(k - max - bias_max) the query's -max plays the key, -bias_max the bias, the upstream gradient the
     value, and each tile of keys sums over the tiles of queries that see it from afar.
     """
-    S = keys.shape[1]
-    column, peak = _tile_columns(keys)
-    queries = _query_tile_sums(top, upstream)
-    tiles = peak.shape[1]
+    T, S = upstream.shape[1], keys.shape[1]
+    queries = _joined(
+        _query_tile_sums(_Peak(*(x[:, rows] for x in top)), upstream[:, rows]) for rows in _spans(T, upstream)
+    )
     # Key tile j is far behind query tile i when j < before[i], far ahead when j >= after[i]; both bounds grow
     # with i, so the queries concerned are all from some i on, and all up to some i.
-    behind = tuple(sum(bound <= j for bound in far.before) for j in range(tiles))
-    ahead = tuple(sum(bound <= j for bound in far.after) for j in range(tiles))
+    tiles = range(-(-S // TILE))
+    behind = tuple(sum(bound <= j for bound in far.before) for j in tiles)
+    ahead = tuple(sum(bound <= j for bound in far.after) for j in tiles)
     flow = combine(_union_from(queries, behind), _union_before(queries, ahead))
-    scale = torch.exp(((flow.max + peak) + flow.bias_max).to(keys.dtype))
-    inflow = _spread(flow.num * scale[..., None], S) * column[..., None]
-    dv = inflow[..., :-1]
-    return (values * dv).sum(-1) + inflow[..., -1], dv
+    for rows in _spans(S, values):
+        column, peak = _tile_columns(keys[:, rows])
+        tile = _tiles_of(rows)
+        scale = torch.exp(((flow.max[:, tile] + peak) + flow.bias_max[:, tile]).to(keys.dtype))
+        inflow = _spread(flow.num[:, tile] * scale[..., None], column.shape[1]) * column[..., None]
+        dk[:, rows] += (values[:, rows] * inflow[..., :-1]).sum(-1) + inflow[..., -1]
+        dv[:, rows] += inflow[..., :-1]
+
+
+def _spans(length: int, like: Tensor) -> Iterator[slice]:
+    """Whole tiles of ``length`` positions, as many at once as the budget allows for slices of ``like``."""
+    at_once = max(1, _budget(like) // max(1, like[:, :1].numel() * TILE)) * TILE
+    return (slice(start, min(start + at_once, length)) for start in range(0, length, at_once))
+
+
+def _joined(spans: Iterator[AFTState]) -> AFTState:
+    """The states of consecutive spans of tiles as those of all tiles."""
+    return AFTState(*(torch.cat(parts, 1) for parts in zip(*spans, strict=True)))
 
 
 def _tiled(x: Tensor, padding: float) -> Tensor:
@@ -393,6 +420,11 @@ def _pick(states: AFTState, index: tuple[int, ...]) -> AFTState:
     return AFTState(*(x.index_select(1, at) for x in states))
 
 
+def _tiles_of(rows: slice) -> slice:
+    """The tiles that a span of `_spans` covers."""
+    return slice(rows.start // TILE, -(-rows.stop // TILE))
+
+
 def _spread(x: Tensor, length: int) -> Tensor:
     """[G, tiles, ...] repeated for each of the first ``length`` positions: [G, length, ...]."""
     return x.repeat_interleave(TILE, 1)[:, :length]
@@ -406,10 +438,16 @@ def _columns(x: Tensor, blocks: Blocks) -> Tensor:
     return pieces(x, blocks.column, blocks.step, blocks.columns, blocks.count)
 
 
-def _affordable(plan: Plan, groups: int, channels: int) -> Iterator[Blocks]:
+def _affordable(plan: Plan, values: Tensor) -> Iterator[Blocks]:
     """The plan's blocks, cut so that no temporary exceeds the budget."""
+    groups, _, N, P = values.shape
+    channels = N * (P + 1)
     for blocks in plan.blocks:
         size = groups * max(blocks.rows * blocks.columns, max(blocks.rows, blocks.columns) * channels)
-        at_once = max(1, BUDGET // max(1, size))
+        at_once = max(1, _budget(values) // max(1, size))
         for start in range(0, blocks.count, at_once):
             yield blocks.narrow(start, min(at_once, blocks.count - start))
+
+
+def _budget(like: Tensor) -> int:
+    return CPU_BUDGET if like.device.type == "cpu" else DEVICE_BUDGET
