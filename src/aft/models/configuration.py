@@ -95,8 +95,10 @@ class AFTConfig(PreTrainedConfig):
                     f"got {len(self.alphabet)} numbers, {known} different bytes among them"
                 )
         if self.image_shape is not None:
-            if len(self.image_shape) != 3 or min(self.image_shape) < 1:
-                raise ValueError(f"image_shape must be [height, width, channels], got {self.image_shape}")
+            if len(self.image_shape) != 3 or min(self.image_shape) < 1 or self.image_shape[2] not in (1, 3):
+                raise ValueError(
+                    f"image_shape must be [height, width, 1 or 3 channels], got {self.image_shape}"
+                )
             pixels = math.prod(self.image_shape)
             if pixels != self.max_position_embeddings:
                 raise ValueError(
