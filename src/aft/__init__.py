@@ -12,7 +12,15 @@ __version__ = metadata.version("attention-free")
 _HOMES = {
     "aft.ops": ("AFTState", "aft_conv", "aft_full", "aft_local", "aft_simple", "available_impls"),
     "aft.layers": ("AFTConv1d", "AFTConv2d", "AFTFull", "AFTLocal", "AFTSimple"),
-    "aft.models": ("AFTConfig", "AFTForCausalLM", "AFTModel"),
+    "aft.integrations.convert": ("convert",),
+    "aft.models": (
+        "AFTConfig",
+        "AFTForCausalLM",
+        "AFTForImageClassification",
+        "AFTImageConfig",
+        "AFTImageModel",
+        "AFTModel",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,0 +1,1 @@
+"""Bridges to other libraries: timm's registry, and the conversion of other people's models."""
