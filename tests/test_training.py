@@ -23,13 +23,14 @@ from aft.models import AFTConfig, AFTForCausalLM
 from aft.training import run as training_run
 from aft.training import rundir
 from aft.training.errors import RunError, SamplingError
-from aft.training.evaluation import Score, score, windows
+from aft.training.evaluation import score, windows
 from aft.training.interrupts import stop_on_signals
 from aft.training.loading import load_model
-from aft.training.recipes import RECIPES, Recipe, RecipeError, find_recipe
+from aft.training.recipes import RECIPES, ByteRecipe, RecipeError, find_recipe
 from aft.training.reporting import Stopwatch
 from aft.training.run import resume, start
 from aft.training.sampling import Utf8Writer, generate_text, generation_config
+from aft.training.scores import ByteScore
 from aft.training.trainer import parameter_groups, training_arguments
 from small_runs import TINY, child, tiny, write_text  # pyrefly: ignore[missing-import]
 
@@ -117,7 +118,7 @@ class Uniform(nn.Module):
 )
 def test_impossible_recipes_name_field_value_and_expectation(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Recipe(**fields)
+        ByteRecipe(**fields)
 
 
 def test_registry_holds_the_papers_enwik8_rows() -> None:
@@ -202,7 +203,7 @@ def test_batch_that_devices_cannot_share_is_refused(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 3))
     with pytest.raises(RunError, match="batch_size is 4; expected a multiple of the 3 devices"):
-        training_arguments(TINY, tmp_path)
+        training_arguments(TINY, TINY.pace(1), 0, tmp_path)
 
 
 # Bits per byte
@@ -238,7 +239,7 @@ def test_first_byte_without_a_byte_before_it_costs_the_vocabulary() -> None:
     found = score(model, text)
     assert found.count == 30
     assert found.bits == pytest.approx(math.log2(20) + plain_bits(model, text, 8, 8), rel=1e-6)
-    assert score(model, text[:1]) == Score(math.log2(20), 1)
+    assert score(model, text[:1]) == ByteScore(bits=math.log2(20), count=1)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 1000])
@@ -293,7 +294,7 @@ def test_run_directory_holds_everything(finished: Path, text: str) -> None:
     assert not list(finished.rglob("*training_args*"))
     record = json.loads((finished / "recipe.json").read_text())
     assert record["name"] == "tiny"
-    assert Recipe(**record["recipe"] | {"split": tuple(record["recipe"]["split"])}) == TINY
+    assert ByteRecipe(**record["recipe"] | {"split": tuple(record["recipe"]["split"])}) == TINY
     size = len(Path(text).read_bytes())
     assert record["data"]["path"] == text
     assert record["data"]["bytes"] == size == record["data"]["train"] + record["data"]["validation"]
@@ -386,6 +387,25 @@ def test_resumed_run_equals_one_that_never_stopped(
             assert losses[row["step"]] == row["loss"]
 
 
+def test_a_run_of_when_there_was_one_kind_of_recipe_goes_on(copied: Path, finished: Path) -> None:
+    record = rundir.read_record(copied)
+    rundir.write_record(copied, {k: v for k, v in record.items() if k not in ("kind", "init_from")})
+    shutil.rmtree(copied / "checkpoints")
+    resume(copied, None)
+    for name, tensor in load_file(finished / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(copied / "model.safetensors")[name])
+
+
+def test_training_starts_from_given_weights(finished: Path, text: str, tmp_path: Path) -> None:
+    frozen = tiny(steps=1, lr=1e-30, min_lr=0.0, eval_every=0)
+    start(frozen, text, tmp_path / "run", overwrite=False, init_from=finished)
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    for name, tensor in load_file(finished / "model.safetensors").items():
+        assert torch.equal(tensor, found[name]), name
+    with pytest.raises(RunError, match="finished holds a model of another alphabet than that of the data"):
+        start(tiny(alphabet="distinct"), text, tmp_path / "b", overwrite=False, init_from=finished)
+
+
 def test_finished_run_has_nothing_to_go_on_with(copied: Path) -> None:
     before = (copied / "metrics.jsonl").read_bytes()
     outcome = resume(copied, None)
@@ -412,14 +432,14 @@ def test_resuming_needs_the_same_bytes(copied: Path, tmp_path: Path) -> None:
 
 def _signal_after(patched: pytest.MonkeyPatch, step: int) -> None:
     """Have the process receive SIGINT while it takes that step."""
-    original = training_run.ByteTrainer.training_step
+    original = training_run.TaskTrainer.training_step
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.state.global_step == step - 1:
             os.kill(os.getpid(), signal.SIGINT)
         return original(self, *args, **kwargs)
 
-    patched.setattr(training_run.ByteTrainer, "training_step", training_step)
+    patched.setattr(training_run.TaskTrainer, "training_step", training_step)
 
 
 def test_second_signal_is_not_held_back() -> None:

@@ -3,6 +3,8 @@
 import os
 import sys
 
+_FOR_IMAGES = ("PIL", "sklearn", "timm", "torchvision")
+
 
 def main() -> None:
     """Run the command line; where an extra is missing, say which."""
@@ -15,8 +17,9 @@ def main() -> None:
         package = (error.name or "aft").split(".")[0]
         if package == "aft":
             raise
+        extra = "images" if package in _FOR_IMAGES else "train"
         print(
-            f"aft: the package {package} is missing; pip install 'attention-free[train]' brings it",
+            f"aft: the package {package} is missing; pip install 'attention-free[{extra}]' brings it",
             file=sys.stderr,
         )
         sys.exit(2)

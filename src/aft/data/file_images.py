@@ -21,6 +21,7 @@ class FileImages(ImageSet):
     def __init__(self, tree: FileTree, paths: list[str], gray: bool, pixels: "PackedPixels | None") -> None:
         self.labels = None
         self.gray = gray
+        self.in_memory = pixels is not None
         self._tree = tree
         self._paths = paths
         self._pixels = pixels

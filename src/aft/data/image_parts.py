@@ -16,10 +16,12 @@ class ImageSet(ABC):
     Attributes:
         labels: int64 `[N]`, numbers of classes; None where the images have none.
         gray: whether no image has colours.
+        in_memory: whether reading an image is a copy, and not the decoding of a file.
     """
 
     labels: np.ndarray | None
     gray: bool
+    in_memory: bool
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -46,6 +48,7 @@ class ArrayImages(ImageSet):
         self.images = images
         self.labels = labels
         self.gray = images.shape[3] == 1
+        self.in_memory = True
         self._source = source
 
     def __len__(self) -> int:
@@ -71,6 +74,7 @@ class Selection(ImageSet):
         self._indices = indices
         self.labels = images.labels[indices] if labels is None and images.labels is not None else labels
         self.gray = images.gray
+        self.in_memory = images.in_memory
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -31,6 +31,7 @@ class _Simple(AFTSimple):
 class _Conv2d(AFTConv2d):
     def init_weights(self) -> None:
         self.reset_kernel()
+        nn.init.normal_(self.kernel, std=0.02)  # as `AFTForImageClassification`, which says why
 
 
 @register_notrace_module  # a leaf of torch.fx graphs

@@ -70,6 +70,9 @@ class AFTImagePreTrainedModel(PreTrainedModel):
                 module.reset_position_bias()
             case AFTConv2d():
                 module.reset_kernel()
+                # Equation 8 takes any scale out of a kernel again: how small it starts is how fast its shape
+                # is learnt. The paper does not say; from 1, as in the layer, it took epochs longer.
+                init.normal_(module.kernel, std=self.config.initializer_range)
             case AFTImageModel():
                 if module.class_token is not None:
                     init.normal_(module.class_token, std=1e-6)

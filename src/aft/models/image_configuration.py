@@ -32,7 +32,7 @@ class AFTImageConfig(PreTrainedConfig):
             grows linearly from 0 at the first block.
         hidden_act: activation of the MLP, by Transformers' name for it.
         layer_norm_eps: what LayerNorm adds to the variance.
-        initializer_range: standard deviation of linear weights.
+        initializer_range: standard deviation of linear weights and kernels.
     """
 
     model_type = "aft_image"

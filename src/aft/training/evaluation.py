@@ -9,21 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from aft.models import AFTForCausalLM
+from aft.training.scores import ByteScore
 
 _TOKENS_A_BATCH = 16_384  # logits of a batch are [16384, 256] float64, 32 MB
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a text costs under a model: `bits` in all, over `count` bytes."""
-
-    bits: float
-    count: int
-
-    @property
-    def bpc(self) -> float:
-        """Bits per byte."""
-        return self.bits / self.count
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ def score(
     stride: int | None = None,
     rank: int = 0,
     world_size: int = 1,
-) -> Score:
+) -> ByteScore:
     """Bits that `model` spends on `tokens`, uint8 `[n]`, n >= 1, on the device where the model is.
 
     Args:
@@ -88,7 +76,7 @@ def score(
             bits, count = bits + nats / math.log(2), count + n
     finally:
         model.train(was_training)
-    return Score(bits, count)
+    return ByteScore(count, bits)
 
 
 def _batches(all_windows: list[Window], size: int) -> list[list[Window]]:

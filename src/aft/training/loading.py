@@ -5,31 +5,91 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from aft.models import AFTConfig, AFTForCausalLM
+from aft.models import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTImageConfig
 from aft.training.errors import RunError
 from aft.training.rundir import CONFIG, WEIGHTS, read_json
 
+Config = AFTConfig | AFTImageConfig
 
-def load_model(run: Path) -> AFTForCausalLM:
+_MODELS: dict[type[Config], type[PreTrainedModel]] = {
+    AFTConfig: AFTForCausalLM,
+    AFTImageConfig: AFTForImageClassification,
+}
+_CONFIGS = {config.model_type: config for config in _MODELS}
+NAMES = {
+    "bytes": "a language model over bytes",
+    "pixels": "a model of pixels",
+    "classes": "an image classifier",
+}
+
+
+def load_model(run: Path, kind: str | None = None) -> PreTrainedModel:
     """The trained model in a folder of `save_pretrained`, in evaluation mode, on the CPU.
 
+    Args:
+        kind: what it has to be, one of `NAMES`; None takes any.
+
     Raises:
-        RunError: not such a folder, a file cut short, or weights of another shape than the configuration's.
+        RunError: not such a folder, a model of another kind, a file cut short, or weights of another shape
+            than the configuration's.
     """
-    if not run.is_dir():
-        raise RunError(
-            f"{run} is a file; a run directory was expected"
-            if run.exists()
-            else f"{run}: no such run directory"
-        )
-    config = _read_config(run)
+    config = _read_config(_folder(run))
+    if kind not in (None, kind_of(config)):
+        raise RunError(f"{run} holds {NAMES[kind_of(config)]}; {NAMES[str(kind)]} was expected")
     _check_weights(run / WEIGHTS, config)
-    model = AFTForCausalLM.from_pretrained(run, config=config, dtype=torch.float32)
+    model = _MODELS[type(config)].from_pretrained(run, config=config, dtype=torch.float32)
     broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
     if broken:
         raise RunError(f"{run / WEIGHTS}: {_few(broken)} hold numbers that are not finite: training diverged")
     return model.eval()
+
+
+def kind_of(config: PreTrainedConfig) -> str:
+    """Which kind of recipe and task a model of ours belongs to."""
+    if isinstance(config, AFTImageConfig):
+        return "classes"
+    assert isinstance(config, AFTConfig)
+    return "bytes" if config.image_shape is None else "pixels"
+
+
+def initialise_from(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Give `model` the weights in a folder of `save_pretrained`; what was not taken, a line each.
+
+    Every tensor has to fit, but for the head of a classifier of another number of classes, which keeps its
+    initial values.
+
+    Raises:
+        RunError: a model of another kind or mixer, or a tensor that is missing, unknown or of another shape.
+    """
+    source, target = _read_config(_folder(folder)), model.config
+    assert isinstance(target, Config)
+    if kind_of(source) != kind_of(target):
+        raise RunError(f"{folder} holds {NAMES[kind_of(source)]}; {NAMES[kind_of(target)]} was expected")
+    if source.mixer != target.mixer:
+        raise RunError(
+            f"{folder} holds a model with mixer {source.mixer!r}; the recipe's is {target.mixer!r} "
+            f"(convert it first: aft.convert)"
+        )
+    if isinstance(source, AFTConfig) and source.alphabet != target.alphabet:
+        raise RunError(f"{folder} holds a model of another alphabet than that of the data")
+    path, notes = folder / WEIGHTS, []
+    found, expected = _shapes(path), dict(model.state_dict())
+    if isinstance(source, AFTImageConfig) and source.num_labels != target.num_labels:
+        for name in ("classifier.weight", "classifier.bias"):
+            found.pop(name, None)
+            expected.pop(name)
+        notes.append(
+            f"{folder}: its classifier of {source.num_labels} classes is left out; "
+            f"that of {target.num_labels} starts anew"
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    _compare(path, found, shapes, _aliases(model), f"the recipe's model ({target.mixer})")
+    weights = load_file(path)
+    model.load_state_dict({name: weights[name] for name in found}, strict=False)
+    return notes
 
 
 def check_checkpoint(checkpoint: Path) -> None:
@@ -47,38 +107,61 @@ def check_checkpoint(checkpoint: Path) -> None:
         raise RunError(f"{error}; {hint}") from error
 
 
-def _read_config(run: Path) -> AFTConfig:
+def _folder(run: Path) -> Path:
+    if not run.is_dir():
+        raise RunError(
+            f"{run} is a file; a run directory was expected"
+            if run.exists()
+            else f"{run}: no such run directory"
+        )
+    return run
+
+
+def _read_config(run: Path) -> Config:
     path = run / CONFIG
     fields = read_json(path, f"{run} is not a run directory with a trained model: it has no {CONFIG}")
-    if fields.get("model_type") != AFTConfig.model_type:
+    model_type = fields.get("model_type")
+    if model_type not in _CONFIGS:
         raise RunError(
-            f"{path} is of model_type {fields.get('model_type')!r}; {AFTConfig.model_type!r} was expected"
+            f"{path} is of model_type {model_type!r}; {' or '.join(map(repr, _CONFIGS))} was expected"
         )
     try:
-        return AFTConfig.from_dict(fields)
+        return _CONFIGS[model_type].from_dict(fields)
     except Exception as error:  # whatever a check of the configuration raises, the file is what is wrong
         raise RunError(f"{path} is not a valid configuration: {error}") from error
 
 
-def _check_weights(path: Path, config: AFTConfig) -> None:
+def _check_weights(path: Path, config: Config) -> None:
     """Compare the header of the weights file with the shapes that the configuration asks for."""
     with torch.device("meta"):
-        model = AFTForCausalLM(config)
+        model = _MODELS[type(config)](config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = _shapes(path)
+    _compare(path, _shapes(path), expected, _aliases(model), str(path.parent / CONFIG))
+
+
+def _aliases(model: PreTrainedModel) -> set[str]:
+    """Second names of shared parameters, which the file has once."""
     by_storage = {id(parameter): name for name, parameter in model.named_parameters()}
-    aliases = {n for n, p in model.named_parameters(remove_duplicate=False) if by_storage[id(p)] != n}
+    return {n for n, p in model.named_parameters(remove_duplicate=False) if by_storage[id(p)] != n}
+
+
+def _compare(
+    path: Path,
+    found: dict[str, tuple[int, ...]],
+    expected: dict[str, tuple[int, ...]],
+    aliases: set[str],
+    who: str,
+) -> None:
+    """Raise RunError unless the tensors found are those that `who` expects."""
     missing = sorted(set(expected) - set(found) - aliases)
     if missing:
-        raise RunError(f"{path} lacks {_few(missing)}, which {path.parent / CONFIG} asks for")
+        raise RunError(f"{path} lacks {_few(missing)}, which {who} asks for")
     unknown = sorted(set(found) - set(expected))
     if unknown:
-        raise RunError(f"{path} holds {_few(unknown)}, which {path.parent / CONFIG} does not know")
+        raise RunError(f"{path} holds {_few(unknown)}, which {who} does not know")
     for name, shape in found.items():
         if shape != expected[name]:
-            raise RunError(
-                f"{path}: {name} is {list(shape)}; {path.parent / CONFIG} expects {list(expected[name])}"
-            )
+            raise RunError(f"{path}: {name} is {list(shape)}; {who} expects {list(expected[name])}")
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

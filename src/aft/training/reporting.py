@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,23 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from aft.training.errors import RunError
-from aft.training.evaluation import Score
 from aft.training.rundir import append_row
+from aft.training.scores import Measure, Score
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the speed of training is counted in.
+
+    Attributes:
+        counted: `bytes` or `images`.
+        a_step: how many of them a step takes.
+        shown: how the bar writes a number of them a second.
+    """
+
+    counted: str
+    a_step: int
+    shown: Callable[[float], str]
 
 
 class Stopwatch:
@@ -54,14 +70,17 @@ class Reporter(TrainerCallback):
     """Writes a row and moves the bar whenever the Trainer logs; silent in all processes but the first.
 
     Args:
-        bytes_per_step: what the speed is counted in.
+        measure: what the model is measured by.
         first: whether this process is the one that reports.
     """
 
-    def __init__(self, run: Path, bytes_per_step: int, stopwatch: Stopwatch, *, first: bool) -> None:
+    def __init__(
+        self, run: Path, measure: Measure, speed: Speed, stopwatch: Stopwatch, *, first: bool
+    ) -> None:
         self.run = run
         self.stopwatch = stopwatch
-        self._bytes_per_step = bytes_per_step
+        self._measure = measure
+        self._speed = speed
         self._first = first
         self._last_step = 0
         self._bar: tqdm[Any] | None = None
@@ -99,34 +118,30 @@ class Reporter(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:  # the Trainer's own summary at the end
             return
-        speed = (state.global_step - self._last_step) * self._bytes_per_step / max(self.stopwatch.lap(), 1e-9)
+        counted = (state.global_step - self._last_step) * self._speed.a_step
+        speed = counted / max(self.stopwatch.lap(), 1e-9)
         self._last_step = state.global_step
-        _check_finite(logs["loss"], state.global_step)
-        bpc = logs["loss"] / math.log(2)
+        loss = logs["loss"]
+        _check_finite(loss, state.global_step)
+        per_nat = self._measure.per_nat
+        main = {} if per_nat is None else {self._measure.name: loss * per_nat}
         self._write(
             step=state.global_step,
             split="train",
-            loss=logs["loss"],
-            bpc=bpc,
+            loss=loss,
+            **main,
             lr=logs["learning_rate"],
             grad_norm=logs.get("grad_norm"),
-            bytes_per_second=speed,
+            **{f"{self._speed.counted}_per_second": speed},
         )
-        self._show(loss=f"{logs['loss']:.3f}", bpc=f"{bpc:.3f}", speed=f"{speed / 1e3:.0f}kB/s")
+        shown = {name: f"{value:.3f}" for name, value in main.items()}
+        self._show(loss=f"{loss:.3f}", **shown, speed=self._speed.shown(speed))
 
-    def validation(self, step: int, result: Score, *, final: bool) -> None:
-        """Report bits per byte of the validation part, or of its beginning."""
-        loss = result.bpc * math.log(2)
-        _check_finite(loss, step)
-        self._write(
-            step=step,
-            split="validation",
-            loss=loss,
-            bpc=result.bpc,
-            bytes=result.count,
-            **{"final": final} if final else {},
-        )
-        self._show(val_bpc=f"{result.bpc:.3f}")
+    def validation(self, step: int, part: str, result: Score, *, final: bool) -> None:
+        """Report the score of a held-out part, or of some of it."""
+        _check_finite(result.loss, step)
+        self._write(step=step, split=part, **result.row(), **{"final": final} if final else {})
+        self._show(**{f"val_{result.measure.name}": f"{result.main:.3f}"})
 
     def close(self) -> None:
         """Leave the bar as it stands."""

@@ -1,7 +1,7 @@
 """The run directory: what lies in it, how it is written so that it is always whole, and how it is read again.
 
 RUN/recipe.json             the whole configuration: recipe, data, sizes, versions
-    model.safetensors       the weights, with config.json and generation_config.json (`from_pretrained(RUN)`)
+    model.safetensors       the weights, with config.json and what else `from_pretrained(RUN)` reads
     metrics.jsonl           a JSON object a line
     curve.png               the learning curve
     checkpoints/checkpoint-N/   what resuming needs: optimiser, schedule, random states
@@ -20,16 +20,17 @@ from typing import Any
 from safetensors import SafetensorError
 
 from aft.training.errors import RunError
-from aft.training.recipes import Recipe, RecipeError
+from aft.training.recipes import KINDS, ByteRecipe, Recipe, RecipeError
 
 RECIPE = "recipe.json"
 METRICS = "metrics.jsonl"
 CURVE = "curve.png"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
+PROCESSOR = "preprocessor_config.json"
 CHECKPOINTS = "checkpoints"
 STAGING = ".staging"
-MODEL_FILES = (CONFIG, "generation_config.json", WEIGHTS)
+MODEL_FILES = (CONFIG, "generation_config.json", PROCESSOR, WEIGHTS)
 _OWN = {RECIPE, METRICS, CURVE, CHECKPOINTS, *MODEL_FILES}
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -134,14 +135,20 @@ def read_json(path: Path, if_missing: str) -> dict[str, Any]:
 
 def recipe_of(record: dict[str, Any], run: Path) -> Recipe:
     """The recipe that recipe.json holds."""
+    kind = record.get("kind", ByteRecipe.kind)  # which was the only one once, and went without saying
+    if kind not in KINDS:
+        raise RunError(f"{run / RECIPE}: kind is {kind!r}; expected one of {', '.join(KINDS)}")
     fields = record["recipe"]
-    known = {field.name for field in dataclasses.fields(Recipe)}
+    known = {field.name for field in dataclasses.fields(KINDS[kind])}
     if not isinstance(fields, dict) or not set(fields) <= known:
         unknown = sorted(set(fields) - known) if isinstance(fields, dict) else type(fields).__name__
         raise RunError(f"{run / RECIPE}: unknown recipe fields {unknown}; was it written by another version?")
-    values: dict[str, Any] = {**fields, "split": tuple(fields.get("split", Recipe.split))}
+    # JSON has lists where a recipe has tuples.
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
     try:
-        return Recipe(**values)
+        return KINDS[kind](**values)
     except (RecipeError, TypeError) as error:
         raise RunError(f"{run / RECIPE}: {error}") from error
 
