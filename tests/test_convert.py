@@ -685,3 +685,69 @@ def test_mode_and_precision_are_those_of_the_original(kind):
     assert {p.dtype for p in converted.parameters()} == {torch.float64}
     assert all(module.training for module in converted.modules())
     assert not any(module.training for module in convert(model.eval(), "simple", **options).modules())
+
+
+@pytest.mark.parametrize("mixer", ["full", "simple", "local", "conv"])
+def test_a_converted_timm_model_becomes_one_of_transformers(mixer, tmp_path):
+    source = timm.models.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3
+    )
+    converted = aft.convert(source, mixer).eval()
+    with torch.no_grad():
+        for parameter in converted.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    native = converted.to_transformers(id2label={0: "a", 1: "b", 2: "c"})
+    x = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(native(x).logits, converted(x), rtol=1e-5, atol=1e-6)
+    native.save_pretrained(tmp_path)
+    again = AFTForImageClassification.from_pretrained(tmp_path)
+    assert torch.equal(again(x).logits, native(x).logits)
+    assert again.config.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def test_what_transformers_model_has_not_is_refused():
+    source = timm.models.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=16, depth=1, num_heads=2, init_values=0.1
+    )
+    with pytest.raises(ValueError, match=r"to_transformers: the model has blocks.0.ls[12].gamma"):
+        aft.convert(source, "conv").to_transformers()
+
+
+def test_what_was_frozen_stays_frozen():
+    source = timm.models.VisionTransformer(img_size=16, patch_size=4, embed_dim=16, depth=1, num_heads=2)
+    source.requires_grad_(False)
+    source.head.requires_grad_(True)
+    converted = aft.convert(source, "conv")
+    trained = {name for name, parameter in converted.named_parameters() if parameter.requires_grad}
+    new = {row.target for row in converted.conversion_report.rows if row.action == "new"}
+    assert trained == new | {"head.weight", "head.bias"}
+
+
+def test_a_dense_table_can_be_asked_for():
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1}
+    config = AFTImageConfig(**sizes, num_attention_heads=2, mixer="attention", bias_rank=3)
+    source = AFTForImageClassification(config)
+    assert aft.convert(source, "full").config.bias_rank == 3
+    assert aft.convert(source, "full", bias_rank=None).config.bias_rank is None
+
+
+def test_of_a_transformer_only_the_decoder_is_causal():
+    source = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+    converted = aft.convert(source, "simple", causal=True)
+    assert not converted.encoder.layers[0].self_attn.causal
+    assert converted.decoder.layers[0].self_attn.causal
+
+
+def test_a_shared_attention_is_refused_by_name():
+    source = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    source.layers[1].self_attn = source.layers[0].self_attn
+    with pytest.raises(ValueError, match=r"layers.1.self_attn is shared"):
+        aft.convert(source, "simple")
+
+
+def test_a_vit_of_any_size_is_refused_for_biases_of_one():
+    source = timm.models.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=8, depth=1, num_heads=2, dynamic_img_size=True
+    )
+    with pytest.raises(ValueError, match="dynamic_img_size must be False, mixer 'full'"):
+        aft.convert(source, "full")

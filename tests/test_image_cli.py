@@ -85,6 +85,11 @@ def test_help_of_a_recipe_shows_the_fields_of_its_kind(aft: Command) -> None:
     )
     assert re.search(r"--patch-size INT[^-]*\(default: 2\)", classes)
     assert "--eval-images" in pixels
+    assert "A file, read as bytes" in text
+    assert "A file, read as bytes" not in classes + pixels
+    assert "train/CLASS/..." in classes
+    for help_text in (classes, pixels):
+        assert "which has both parts" in re.sub(r"[\s│]+", " ", help_text)
     assert "--context" in text
     assert "--context" not in classes + pixels
     assert "--patch-size" not in text + pixels
@@ -215,8 +220,13 @@ def test_images_that_are_none_are_named(
     assert "at least one IMAGE" in aft.line("classify", classifier)
 
 
-def test_a_picture_needs_a_place(aft: Command, pixel_model: str, tmp_path: Path) -> None:
+def test_a_picture_needs_a_place(aft: Command, pixel_model: str, images: str, tmp_path: Path) -> None:
+    image = str(next(Path(images).rglob("*.png")))
     assert "is a directory; a file to write" in aft.line("sample", pixel_model, "--out", str(tmp_path))
+    for name in ("a.jpg", "a"):
+        message = f"{name}: pictures are written as PNG; a name that ends in .png was expected"
+        assert message in aft.line("sample", pixel_model, "--out", str(tmp_path / name))
+        assert message in aft.line("complete", pixel_model, image, "--out", str(tmp_path / name))
     gone = str(tmp_path / "gone" / "a.png")
     assert "gone: no such directory to write a.png in" in aft.line("sample", pixel_model, "--out", gone)
 
@@ -256,11 +266,22 @@ def test_training_says_what_it_trains_and_how_well(aft: Command, images: str, tm
     assert status == 0, err
     first, last = out.splitlines()
     assert first.startswith("classify-digits: conv, ")
-    assert f"images of {images}: 18 train, 7 validation, of 3 classes" in first
+    assert f"images of {images}: 18 train, 7 validation, of 3 classes, at 8 x 8; " in first
     assert re.fullmatch(
         r"top-1 [\d.]+ %, top-5 100.00 %, loss [\d.]+ over all 7 validation images; saved in .*", last
     )
     assert "img/s" in err
+    status, out, _ = aft("train", "--resume", run)
+    assert (status, out) == (0, f"{run} is finished at step 8: {last}\n")
+
+
+def test_a_rate_that_is_never_reached_is_told(aft: Command, images: str, tmp_path: Path) -> None:
+    train = ["train", "pixels-digits", "--data", images, *PIXELS_OPTIONS, "--steps=2"]
+    for warmup, told in ((1, False), (2, True)):
+        status, _, err = aft(*train, f"--warmup-steps={warmup}", "--out", str(tmp_path / str(warmup)))
+        assert status == 0
+        line = "aft: the learning rate never reaches lr, 0.01: it rises for 2 warmup_steps, and steps is 2\n"
+        assert (line in err) == told
 
 
 def test_classifiers_are_evaluated(aft: Command, classifier: str, images: str, tmp_path: Path) -> None:
@@ -352,7 +373,7 @@ def test_images_are_completed(aft: Command, pixel_model: str, images: str, tmp_p
 
 def test_a_classifier_starts_from_another(aft: Command, classifier: str, images: str, tmp_path: Path) -> None:
     train = ["train", "classify-digits", "--data", images, "--out", str(tmp_path / "run"), *CLASSES_OPTIONS]
-    assert "(convert it first: aft.convert)" in aft.line(
+    assert "has mixer conv; the recipe has attention: add --mixer conv" in aft.line(
         *train, "--mixer", "attention", "--init-from", classifier
     )
     status, out, _ = aft(*train, "--init-from", classifier, "--lr=1e-30", "--min-lr=0", "--epochs=1")

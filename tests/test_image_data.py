@@ -17,7 +17,7 @@ from aft.data import (
     pixel_array,
 )
 from aft.data.file_trees import ZipTree
-from made_images import class_folders, write_image, zipped
+from made_images import class_folders, encoded, noise, write_image, zipped
 
 SHARED = Path(__file__).parents[1] / ".." / "shared" / "data"
 
@@ -193,6 +193,31 @@ def test_bad_images_are_found_at_opening(tmp_path: Path) -> None:
                 open_images(source, labelled=False)
 
 
+@pytest.mark.parametrize("limit", [0, file_images.SMALL])
+def test_many_bad_images_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(file_images, "SMALL", limit)
+    for part in ("train", "test"):
+        class_folders(tmp_path / part, {"a": 9})
+    first = f"{tmp_path}/train/a/0.png is empty; an image was expected"
+
+    def message(part: str, count: int) -> str:
+        for number in range(count):
+            (tmp_path / part / "a" / f"{number}.png").write_bytes(b"")
+        with pytest.raises(DataError) as refused:
+            open_images(tmp_path, labelled=True)
+        return str(refused.value)
+
+    assert message("train", 1) == first
+    assert message("train", 2) == f"{first}; nor can {tmp_path}/train/a/1.png be read"
+    three = f"{first}; nor can {tmp_path}/train/a/1.png, {tmp_path}/train/a/2.png and"
+    assert message("train", 6) == f"{three} 3 more be read"
+    assert message("test", 4) == f"{three} 7 more be read"
+    monkeypatch.setattr(file_images, "_MOST", 5)
+    assert message("test", 4) == f"{three} at least 2 more be read"
+
+
 @pytest.mark.parametrize("limit", ["SMALL", "KEPT"])
 def test_large_data_are_decoded_when_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -325,6 +350,9 @@ def test_sources_that_are_none_are_named(tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(DataError, match=f"x {message}; a folder or a zip of images"):
             open_images(tmp_path / "x", labelled=True)
+    image = write_image(tmp_path / "a.png").rename(tmp_path / "renamed")
+    with pytest.raises(DataError, match="renamed is an image; a folder or a zip of images"):
+        open_images(image, labelled=False)
     for split in (0.0, 1.0, float("nan")):
         with pytest.raises(DataError, match=r"split is .* between 0 and 1"):
             open_images(None, split=split, labelled=True)
@@ -345,3 +373,57 @@ def test_the_shared_cifar10_images(monkeypatch: pytest.MonkeyPatch) -> None:
         "test": [500] * 10,
     }
     assert corpus.parts["test"].read(0).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "BMP"])
+def test_a_cut_image_of_a_large_set_is_found_at_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(file_images, "SMALL", 0)
+    class_folders(tmp_path, {"a": 3, "b": 3})
+    whole = encoded(Image.fromarray(noise(32, 32, 3)), form).getvalue()
+    place = tmp_path / "a" / f"last.{form.lower()}"
+    place.write_bytes(whole)
+    assert len(open_image_set(tmp_path, labelled=True)) == 7
+    place.write_bytes(whole[:-200])
+    with pytest.raises(DataError, match=rf"last\.{form.lower()} cannot be read as an image"):
+        open_image_set(tmp_path, labelled=True)
+
+
+class Unreadable(Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        raise DataError("x/y.jpg cannot be read")
+
+
+def test_an_error_in_a_worker_stays_one_line() -> None:
+    with pytest.raises(DataError) as caught:
+        list(DataLoader(Unreadable(), num_workers=1))
+    assert str(caught.value) == "x/y.jpg cannot be read"
+
+
+def test_no_class_is_held_out_as_a_whole(tmp_path: Path) -> None:
+    class_folders(tmp_path, {f"c{i}": 1 for i in range(9)} | {"many": 11})
+    for seed in range(5):
+        parts = open_images(tmp_path, split=0.3, seed=seed, labelled=True).parts
+        assert len(set(parts["train"].labels.tolist())) == 10
+        assert len(parts["validation"]) == 6
+    assert len(open_images(tmp_path, split=0.6, labelled=True).parts["train"]) == 8
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, UnicodeDecodeError, "lzma"])
+def test_a_zip_that_python_cannot_read_is_named(tmp_path: Path, error: object) -> None:
+    class_folders(tmp_path / "set", {"a": 2, "b": 2})
+    archive = zipped(tmp_path / "set", tmp_path / "set.zip")
+    damaged = bytearray(archive.read_bytes())
+    directory = damaged.rindex(b"PK\x01\x02")
+    if error is UnicodeDecodeError:
+        damaged[directory + 9] |= 0x08  # names are UTF-8, says the flag
+        damaged[directory + 46] = 0xFF
+    else:  # a method of compression that is none, or not the one that the member is packed by
+        damaged[directory + 10] = 99 if error is NotImplementedError else 14
+    archive.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"set\.zip"):
+        open_images(archive, labelled=True)

@@ -259,6 +259,10 @@ def test_damaged_idx_files_are_named(tmp_path: Path) -> None:
         folder = write_folder(tmp_path / "set", idx_files() | {images: content})
         with pytest.raises(DataError, match=rf"{images}:? .*{message}"):
             open_images(folder, labelled=True)
+    packed = write_folder(tmp_path / "packed", {f"{labels}.gz": gzip.compress(idx_files()[labels])})
+    for file in (tmp_path / "set" / labels, packed / f"{labels}.gz"):
+        with pytest.raises(DataError, match=f"{file} holds IDX labels; give the images or their folder"):
+            open_images(file, labelled=False)
     folder = write_folder(tmp_path / "set", idx_files() | {labels: idx(np.zeros(5, np.uint8))})
     with pytest.raises(DataError, match=f"{labels} holds 5 labels; .*{images} holds 6 images"):
         open_images(folder, labelled=True)

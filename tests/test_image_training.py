@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,6 +28,7 @@ from aft.training import run as training_run
 from aft.training import rundir
 from aft.training.augmentation import Augmentation
 from aft.training.classification import class_logits, score_classes
+from aft.training.curve import draw_curve
 from aft.training.draws import Draws, Order
 from aft.training.errors import RunError
 from aft.training.loading import load_model
@@ -587,6 +589,7 @@ def test_resumed_run_equals_one_that_never_stopped(
     last, uninterrupted = (rundir.read_rows(run)[-1] for run in (tmp_path / "run", finished))
     assert last | {"seconds": 0} == uninterrupted | {"seconds": 0}
     again = resume(tmp_path / "run", None)
+    assert (again.was_finished, outcome.was_finished) == (True, False)
     assert again.result is not None
     assert again.result.row() == pytest.approx(outcome.result.row() if outcome.result else {})
 
@@ -632,7 +635,8 @@ def test_pixel_models_reduce_images_and_colours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", [TINY_CLASSES, TINY_PIXELS])
 def test_fewer_images_than_a_batch_are_refused(recipe: Any, images: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"holds 18 images to train on; batch_size is 19: expected at most"):
+    expected = "its train part holds 18 images, fewer than a batch of 19; expected --batch-size 18 or less"
+    with pytest.raises(RunError, match=f"{images}: {expected}"):
         start(tiny(recipe, batch_size=19), images, tmp_path / "run", overwrite=False)
     assert not (tmp_path / "run").exists()
 
@@ -711,13 +715,14 @@ def test_weights_that_do_not_fit_are_named(
         assert not (tmp_path / "from").exists()
         return str(refused.value)
 
-    assert "holds a model with mixer 'conv'; the recipe's is 'attention' (convert it first: aft.convert)" in (
-        refusal(classifier, mixer="attention")
+    assert refusal(classifier, mixer="attention", num_layers=3) == (
+        f"{classifier} has mixer conv, num_layers 2; the recipe has attention, 3: "
+        f"add --mixer conv --num-layers 2"
     )
-    assert "model.layers.0.mixer.kernel is [4, 3, 3]; the recipe's model (conv) expects [4, 5, 5]" in refusal(
-        classifier, kernel_size=5
+    assert refusal(classifier, kernel_size=5, num_heads=8, patch_size=2) == (
+        f"{classifier} has num_heads 4, kernel_size 3, patch_size 4; the recipe has 8, 5, 2: "
+        f"add --num-heads 4 --kernel-size 3 --patch-size 4"
     )
-    assert "lacks model.layers.2" in refusal(classifier, num_layers=3)
     assert "holds a model of pixels; an image classifier was expected" in refusal(pixel_model)
     assert "nowhere: no such run directory" in refusal(tmp_path / "nowhere")
     damaged = Path(shutil.copytree(classifier, tmp_path / "damaged"))
@@ -727,6 +732,117 @@ def test_weights_that_do_not_fit_are_named(
         {name: t for name, t in weights.items() if name != "model.norm.bias"}, damaged / "model.safetensors"
     )
     assert "lacks model.norm.bias" in refusal(damaged)
+
+
+def test_what_no_recipe_sets_comes_with_the_weights(
+    images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"intermediate_size": 24, "hidden_act": "relu", "layer_norm_eps": 1e-3, "bias_rank": None}
+    source = small_classifier(3, mixer="full", class_token=False, **fields)
+    source.save_pretrained(tmp_path / "source")
+    recipe = tiny(TINY_CLASSES, mixer="full", bias_rank=None, num_layers=1, lr=1e-30, min_lr=0.0)
+    outcome = stopped_after(
+        4, monkeypatch, recipe, images, tmp_path / "run", overwrite=False, init_from=tmp_path / "source"
+    )
+    assert outcome.interrupted
+    taken = "intermediate_size 24, hidden_act relu, layer_norm_eps 0.001, class_token False"
+    assert f"source: taken over, since no recipe sets it: {taken}\n" in capsys.readouterr().out
+    # What the checkpoint holds suffices to go on.
+    shutil.rmtree(tmp_path / "source")
+    resume(tmp_path / "run", None)
+    found = load_model(tmp_path / "run")
+    assert {name: getattr(found.config, name) for name in fields} == fields
+    assert (found.config.class_token, found.config.position_embedding) == (False, True)
+    pixels = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(found(pixels).logits, source(pixels).logits)
+
+
+def small_text_model(**fields: Any) -> AFTForCausalLM:
+    defaults = {"hidden_size": 16, "num_hidden_layers": 1, "mixer": "local", "max_position_embeddings": 192}
+    return AFTForCausalLM(AFTConfig(**(defaults | fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_shape": [8, 8, 3]}, "has window_size 32; the recipe has 8: add --window-size 32"),
+        (
+            {"image_shape": [4, 4, 1], "max_position_embeddings": 16, "window_size": 8, "bias_rank": 4},
+            "has bias_rank 4, image_shape 4 x 4 x 1; the recipe has None, 8 x 8 x 3: "
+            "add --bias-rank 4 --image-size 4 --channels 1",
+        ),
+        (
+            {"image_shape": [8, 8, 1], "max_position_embeddings": 64, "window_size": 8},
+            "has image_shape 8 x 8 x 1; the recipe has 8 x 8 x 3: add --channels 1",
+        ),
+        (
+            {"image_shape": [4, 2, 1], "max_position_embeddings": 8, "window_size": 8},
+            "has image_shape 4 x 2 x 1; the recipe has 8 x 8 x 3: "
+            "no option of a recipe sets that image_shape",
+        ),
+        (
+            {"image_shape": [8, 8, 3], "mixer": "attention", "tie_word_embeddings": False},
+            "has mixer attention, num_heads 8, tie_embeddings False; the recipe has local, 2, True: "
+            "add --mixer attention --num-heads 8 --no-tie-embeddings, or convert it first (aft.convert)",
+        ),
+        ({"vocab_size": 50257}, "has vocab_size 50257; 256 was expected: models are trained on bytes or"),
+    ],
+)
+def test_fields_of_pixel_models_that_differ_are_named(
+    fields: dict[str, Any], message: str, images: str, tmp_path: Path
+) -> None:
+    small_text_model(**fields).save_pretrained(tmp_path / "source")
+    with pytest.raises(RunError) as refused:
+        start(tiny(TINY_PIXELS), images, tmp_path / "run", overwrite=False, init_from=tmp_path / "source")
+    assert str(refused.value).startswith(f"{tmp_path / 'source'} {message}")
+
+
+def test_gray_classifiers_and_those_of_oblong_images_are_refused(images: str, tmp_path: Path) -> None:
+    for name, fields, message in (
+        ("gray", {"num_channels": 1}, "gray has num_channels 1; 3 was expected"),
+        (
+            "oblong",
+            {"image_size": [8, 12]},
+            "oblong has image_size 8 x 12; the recipe has 8 x 8: no option of a recipe sets that image_size",
+        ),
+    ):
+        config = AFTImageConfig(**small_classifier(3, mixer="simple").config.to_dict() | fields)
+        AFTForImageClassification(config).save_pretrained(tmp_path / name)
+        recipe = tiny(TINY_CLASSES, mixer="simple", num_layers=1)
+        with pytest.raises(RunError, match=message):
+            start(recipe, images, tmp_path / "run", overwrite=False, init_from=tmp_path / name)
+
+
+# Pictures
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Figures, in place of the files that they would be."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))
+    return figures
+
+
+def test_curves_of_classifiers_have_a_panel_for_the_loss(drawn: list[Figure]) -> None:
+    losses = [9 / step for step in range(1, 31)]
+    rows = [{"step": step, "split": "train", "loss": loss} for step, loss in enumerate(losses, 1)]
+    rows.append({"step": 30, "split": "test", "final": True, **ClassScore(9, 4.5, 3, 9).row()})
+    draw_curve(rows, "a run", ClassScore.measure)
+    accuracy, loss = drawn[0].axes
+    assert [list(line.get_ydata()) for line in accuracy.lines] == [[3 / 9]]
+    assert [list(line.get_ydata()) for line in loss.lines] == [losses, [0.5]]
+    assert loss.get_ylim()[1] > 9
+
+
+@pytest.mark.parametrize(("count", "whole"), [(19, True), (20, False)])
+def test_only_curves_of_long_runs_leave_out_the_beginning(
+    count: int, whole: bool, drawn: list[Figure]
+) -> None:
+    rows = [{"step": i, "split": "train", "loss": 5.5, "bpd": 2 + 6 / i} for i in range(1, count + 1)]
+    draw_curve(rows, "a run", PixelScore.measure)
+    (axes,) = drawn[0].axes
+    assert (axes.get_ylim()[1] > 8) == whole
 
 
 # Several processes

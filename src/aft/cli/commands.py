@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aft.cli.options import (
+    TRAIN_OPTIONS,
     ClassifyOptions,
     CompleteOptions,
     EvaluateOptions,
@@ -19,7 +20,6 @@ from aft.cli.options import (
     PixelChoices,
     ResumeOptions,
     SampleOptions,
-    TrainOptions,
 )
 from aft.cli.parsing import CommandError, parse
 from aft.training.recipes import GROUPS, RECIPES, find_recipe
@@ -56,8 +56,9 @@ def train(args: list[str]) -> int:
             f"the recipe comes before {args[0]}: aft train RECIPE [--data PATH] [--field value ...]"
         )
     entry = find_recipe(args[0])
-    kind = TrainOptions[type(entry.recipe)]  # type: ignore[misc]
-    options = parse(kind, args[1:], f"aft train {entry.name}", default=TrainOptions(entry.recipe))
+    known = TRAIN_OPTIONS[entry.recipe.kind]
+    kind = known[type(entry.recipe)]  # type: ignore[index]
+    options = parse(kind, args[1:], f"aft train {entry.name}", default=known(entry.recipe))
     _quieten()
     from pathlib import Path
 
@@ -79,7 +80,8 @@ def _report(outcome: Any) -> int:
         return INTERRUPTED
     if is_first_process():
         result = outcome.result
-        print(f"{result.summary()} over all {result.counted(outcome.part)}; saved in {outcome.run}")
+        before = f"{outcome.run} is finished at step {outcome.step:,}: " if outcome.was_finished else ""
+        print(f"{before}{result.summary()} over all {result.counted(outcome.part)}; saved in {outcome.run}")
     return 0
 
 
@@ -284,6 +286,8 @@ def _picture(options: Any, name: str) -> "Path":
     out = Path(options.run, name) if options.out is None else Path(options.out)
     if out.is_dir():
         raise CommandError(f"{out} is a directory; a file to write was expected")
+    if out.suffix.lower() != ".png":
+        raise CommandError(f"{out}: pictures are written as PNG; a name that ends in .png was expected")
     if not out.parent.is_dir():
         raise CommandError(f"{out.parent}: no such directory to write {out.name} in")
     if not os.access(out.parent, os.W_OK):

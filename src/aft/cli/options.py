@@ -9,7 +9,11 @@ from aft.training.recipes import Recipe
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-Images = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="IMAGE...")]
+Data = Annotated[str | None, tyro.conf.arg(metavar="PATH")]
+Images = Annotated[
+    tyro.conf.Positional[tuple[str, ...]],
+    tyro.conf.arg(metavar="IMAGE...", help_behavior_hint="(at least one)"),
+]
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,8 @@ class TrainOptions(Generic[AnyRecipe]):
     """Train a model by a recipe, whose fields can be changed one by one, into a run directory."""
 
     recipe: tyro.conf.OmitArgPrefixes[AnyRecipe]
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """A file, read as bytes; for images a folder, zip, CIFAR-10 archive, IDX file. None: the recipe's own."""
+    data: Data = None
+    """A file, read as bytes; of enwik8's zip its member enwik8. None: the recipe's own."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Run directory; runs/RECIPE if not given."""
     init_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
@@ -28,12 +32,45 @@ class TrainOptions(Generic[AnyRecipe]):
 
 
 @dataclass(frozen=True)
+class PixelTrainOptions(TrainOptions[AnyRecipe]):
+    __doc__ = TrainOptions.__doc__
+    data: Annotated[
+        Data,
+        tyro.conf.arg(
+            help="Folder or zip of images, with or without train and val or test in it; CIFAR-10's python "
+            "archive or folder; MNIST's folder, which has both parts, or an IDX file of images. "
+            "None: the recipe's own."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ClassifierTrainOptions(TrainOptions[AnyRecipe]):
+    __doc__ = TrainOptions.__doc__
+    data: Annotated[
+        Data,
+        tyro.conf.arg(
+            help="Folder or zip of CLASS/..., or of train/CLASS/... and val or test; CIFAR-10's python "
+            "archive or folder; MNIST's folder, which has both parts, or an IDX file of images beside its "
+            "labels. None: the recipe's own."
+        ),
+    ] = None
+
+
+TRAIN_OPTIONS: dict[str, type[TrainOptions]] = {
+    "bytes": TrainOptions,
+    "pixels": PixelTrainOptions,
+    "classes": ClassifierTrainOptions,
+}
+
+
+@dataclass(frozen=True)
 class ResumeOptions:
     """Go on with a run from its last checkpoint, exactly as if it had not been stopped."""
 
     resume: Annotated[str, tyro.conf.arg(metavar="RUN")]
     """Run directory of the run that was stopped."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Data = None
     """Where the run's data are now, if they were moved; they must be the same."""
 
 
@@ -43,7 +80,7 @@ class EvaluateOptions:
 
     run: Run
     """Run directory."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Data = None
     """Other data. Without --split all of a text is scored; of images their held-out part, if there is one."""
     split: Literal["train", "validation", "test"] | None = None
     """Part of the run's data, or of --data cut the same way. Without both: what was held out in training."""

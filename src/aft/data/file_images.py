@@ -1,18 +1,24 @@
 """Image files, checked when they are opened: decoded once and kept where there is room, else when read."""
 
+import contextlib
 import hashlib
 import io
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from aft.data.errors import DataError
 from aft.data.file_trees import FileTree
 from aft.data.image_parts import ImageSet
 from aft.data.images import as_channels, decode_image, image_size, read_image
 
 SMALL = 256 * 2**20  # bytes of files up to which all are decoded, and hashed, at opening
 KEPT = 2**30  # bytes of pixels up to which they then stay in memory
+_ENDS = (b"\xff\xd9", b"IEND\xaeB`\x82")  # the last bytes of every whole JPEG and PNG
+_NAMED = 3  # bad images that an error names
+_MOST = 100  # bad images after which no more are looked for
 
 
 class FileImages(ImageSet):
@@ -66,46 +72,88 @@ def open_parts(tree: FileTree, top: str, paths: dict[str, list[str]]) -> tuple[d
         paths: of the files of each part.
 
     Raises:
-        DataError: a file is no image; the message names it.
+        DataError: files that are no images; the message names the first ones and how many more there are.
     """
     small = sum(tree.sizes[path] for found in paths.values() for path in found) <= SMALL
     digest = hashlib.sha256()
     sets = {}
+    bad = _BadImages()
     room = KEPT
     for part, found in paths.items():
         for path in found:
             name = path.removeprefix(f"{top}/")
             digest.update(f"{name}\0{tree.sizes[path]}\0".encode("utf-8", "surrogateescape"))
         if small:
-            sets[part], taken = _decode_all(tree, found, room, digest.update)
+            sets[part], taken = _decode_all(tree, found, bad, room, digest.update)
             room -= taken
         else:
-            sets[part] = _read_headers(tree, found)
+            sets[part] = _read_headers(tree, found, bad)
+    bad.complain()
     return sets, digest.hexdigest()
 
 
+class _BadImages:
+    """Images that cannot be read, gathered to be told in one line."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._first: DataError | None = None
+
+    @contextlib.contextmanager
+    def gather(self, name: str) -> Iterator[None]:
+        """Note the error of an image and go on to the next, unless there were too many."""
+        try:
+            yield
+        except DataError as error:
+            self._names.append(name)
+            self._first = self._first or error
+        if len(self._names) >= _MOST:
+            self.complain()
+
+    def complain(self) -> None:
+        """Raise a DataError if there was any bad image."""
+        if self._first is None:
+            return
+        others, more = self._names[1:_NAMED], len(self._names) - _NAMED
+        if more > 0:
+            others.append(f"{'at least ' if len(self._names) >= _MOST else ''}{more} more")
+        *listed, last = others or [""]
+        also = f"{', '.join(listed)} and {last}" if listed else last
+        raise DataError(
+            f"{self._first}; nor can {also} be read" if also else str(self._first)
+        ) from self._first
+
+
 def _decode_all(
-    tree: FileTree, paths: list[str], room: int, hash_content: Callable[[bytes], None]
+    tree: FileTree, paths: list[str], bad: _BadImages, room: int, hash_content: Callable[[bytes], None]
 ) -> tuple[FileImages, int]:
     """A set whose images all have been decoded, and the bytes of pixels that it keeps, `room` at most."""
     pixels: PackedPixels | None = PackedPixels()
     gray = True
     for path in paths:
-        content = tree.read(path)
-        hash_content(content)
-        image = decode_image(io.BytesIO(content), tree.name(path))
-        gray &= image.shape[2] == 1
-        if pixels is not None and pixels.size + image.size > room:
-            pixels = None
-        if pixels is not None:
-            pixels.append(image)
+        with bad.gather(tree.name(path)):
+            content = tree.read(path)
+            hash_content(content)
+            image = decode_image(io.BytesIO(content), tree.name(path))
+            gray &= image.shape[2] == 1
+            if pixels is not None and pixels.size + image.size > room:
+                pixels = None
+            if pixels is not None:
+                pixels.append(image)
     return FileImages(tree, paths, gray, pixels), 0 if pixels is None else pixels.size
 
 
-def _read_headers(tree: FileTree, paths: list[str]) -> FileImages:
-    """A set whose images are decoded when they are read, which their headers say is possible."""
+def _read_headers(tree: FileTree, paths: list[str], bad: _BadImages) -> FileImages:
+    """A set whose images are decoded when they are read: their headers and their ends say that they can be.
+
+    To decode ImageNet once would take hours. A file that was cut short lacks its end, and is decoded here.
+    """
     gray = True
     for path in paths:
-        with tree.open(path) as file:
+        with bad.gather(tree.name(path)), tree.open(path) as file:
             gray &= image_size(file, tree.name(path))[2] == 1
+            file.seek(-len(_ENDS[-1]), os.SEEK_END)
+            if not file.read().endswith(_ENDS):
+                file.seek(0)
+                read_image(file, name=tree.name(path))
     return FileImages(tree, paths, gray, None)

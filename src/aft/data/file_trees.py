@@ -1,7 +1,9 @@
 """The files below a folder, or inside a zip as if it were one, by their paths relative to it."""
 
 import contextlib
+import lzma
 import os
+import struct
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -93,6 +95,21 @@ class FolderTree(FileTree):
         return str(self.root / path)
 
 
+# What Python's zipfile raises for archives that are damaged, encrypted, or packed in a way it does not know.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OSError,
+    RuntimeError,  # NotImplementedError is one
+    ValueError,  # and UnicodeDecodeError
+    IndexError,
+    OverflowError,
+    struct.error,
+)
+
+
 class ZipTree(FileTree):
     """What lies in a zip, read in place: nothing is unpacked to disk.
 
@@ -124,7 +141,7 @@ class ZipTree(FileTree):
         if self._opened is None or self._opened[0] != os.getpid():
             try:
                 self._opened = (os.getpid(), zipfile.ZipFile(self.root))
-            except (zipfile.BadZipFile, OSError, ValueError) as error:
+            except _DAMAGE as error:
                 raise DataError(f"{self.root} cannot be read as a zip: {error}") from error
         return self._opened[1]
 
@@ -136,7 +153,7 @@ class ZipTree(FileTree):
         try:
             with self._archive().open(self._members[path]) as file:
                 yield cast(BinaryIO, file)
-        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:
+        except _DAMAGE as error:
             raise DataError(f"{self.name(path)} cannot be unpacked: {error}") from error
 
     def name(self, path: str) -> str:

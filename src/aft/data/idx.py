@@ -16,7 +16,7 @@ from aft.data.errors import DataError
 from aft.data.image_parts import ArrayImages, ImageCorpus, ImageSet, digest_of
 
 IMAGES_MAGIC = b"\x00\x00\x08\x03"  # uint8, three dimensions
-_LABELS_MAGIC = b"\x00\x00\x08\x01"
+LABELS_MAGIC = b"\x00\x00\x08\x01"
 _PART_OF_FILE = {"train": "train", "t10k": "test", "test": "test"}
 _IMAGES_NAME = re.compile(r"(train|t10k|test)-images[-.]idx3-ubyte(\.gz)?")
 _BLOCK = 2**20
@@ -63,7 +63,7 @@ def _labels_beside(images: Path, count: int, labelled: bool) -> np.ndarray | Non
         if labelled:
             raise DataError(f"{images} has no labels beside it; {beside[0]} was expected")
         return None
-    labels = _read_array(found, _LABELS_MAGIC)
+    labels = _read_array(found, LABELS_MAGIC)
     if len(labels) != count:
         raise DataError(f"{found} holds {len(labels):,} labels; {images} holds {count:,} images")
     return labels.astype(np.int64)

@@ -14,9 +14,10 @@ from aft.data.cifar import read_cifar_archive, read_cifar_folder
 from aft.data.digits import read_digits
 from aft.data.errors import DataError
 from aft.data.file_trees import FolderTree, ZipTree
-from aft.data.idx import IMAGES_MAGIC, idx_images, read_idx
+from aft.data.idx import IMAGES_MAGIC, LABELS_MAGIC, idx_images, read_idx
 from aft.data.image_folders import read_image_folder
 from aft.data.image_parts import ImageCorpus, ImageSet, Selection
+from aft.data.images import image_size
 
 _EXPECTED = "a folder or a zip of images, CIFAR-10's python archive, or an IDX file of images"
 
@@ -51,7 +52,7 @@ def open_images(
     if labelled and classes is None:
         _check_held_out_classes(corpus)
     corpus = _with_classes(corpus, classes) if labelled and classes is not None else corpus
-    return corpus if len(corpus.parts) > 1 else _split(corpus, split, seed)
+    return corpus if len(corpus.parts) > 1 else _split(corpus, split, seed, labelled=labelled)
 
 
 def open_image_set(
@@ -83,8 +84,12 @@ def _read(source: str | Path | None, *, labelled: bool) -> ImageCorpus:
         return read_image_folder(ZipTree(path), labelled=labelled)
     if first.startswith(IMAGES_MAGIC):
         return read_idx(path, {"train": path}, labelled=labelled)
+    if first.startswith(LABELS_MAGIC):
+        raise DataError(f"{path} holds IDX labels; give the images or their folder")
     if first[257:262] == b"ustar" or first.startswith(CIFAR_FOLDER.encode()):
         return read_cifar_archive(path)
+    if _is_image(path):
+        raise DataError(f"{path} is an image; {_EXPECTED} was expected")
     found = f"begins with {first[:16]!r}" if first else "is empty"
     raise DataError(f"{path} {found}; {_EXPECTED} was expected")
 
@@ -97,6 +102,14 @@ def _read_folder(folder: Path, *, labelled: bool) -> ImageCorpus:
     if images:
         return read_idx(folder, images, labelled=labelled)
     return read_image_folder(FolderTree(folder), labelled=labelled)
+
+
+def _is_image(path: Path) -> bool:
+    try:
+        image_size(path)
+    except DataError:
+        return False
+    return True
 
 
 def _first_bytes(path: Path) -> bytes:
@@ -147,7 +160,8 @@ def _labels(images: ImageSet) -> np.ndarray:
     return images.labels
 
 
-def _split(corpus: ImageCorpus, share: float, seed: int) -> ImageCorpus:
+def _split(corpus: ImageCorpus, share: float, seed: int, *, labelled: bool) -> ImageCorpus:
+    """Images held out at random, but of no class all of them, unless most classes have one image."""
     images = corpus.parts["train"]
     held_out = max(1, round(len(images) * share))
     if held_out >= len(images):
@@ -156,8 +170,22 @@ def _split(corpus: ImageCorpus, share: float, seed: int) -> ImageCorpus:
             f"with {share:g} of them held out none is left to train on"
         )
     order = np.random.default_rng(seed).permutation(len(images))
+    if labelled:
+        order = _with_each_class_after(order, held_out, _labels(images))
     parts: dict[str, ImageSet] = {
         "train": Selection(images, np.sort(order[held_out:])),
         "validation": Selection(images, np.sort(order[:held_out])),
     }
     return dataclasses.replace(corpus, parts=parts)
+
+
+def _with_each_class_after(order: np.ndarray, count: int, labels: np.ndarray) -> np.ndarray:
+    """An order in which every class occurs after the first ``count``, where there is room for them all.
+
+    The same order, if it is so in it.
+    """
+    classes, first = np.unique(labels[order], return_index=True)
+    complete = len(np.unique(labels[order[count:]])) == len(classes)
+    if complete or len(order) - count < len(classes):
+        return order
+    return np.concatenate([np.delete(order, first), order[first]])

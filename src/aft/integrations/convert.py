@@ -35,15 +35,21 @@ def convert(model: nn.Module, mixer: str = "conv", *, verbose: bool = False, **o
             decoder the attention to the encoder becomes AFT-full (mixer "full") or AFT-simple (any other).
         mixer: "full", "simple", "local" or "conv".
         verbose: whether to print the report.
-        **options: num_heads (of "conv"; the model's where left out), kernel_size, window_size and bias_rank;
+        **options: of "conv" num_heads (the model's where left out) and kernel_size (11 where left out for
+            images and torch, 32 for language models), of "local" window_size (32), of "full" and "local"
+            bias_rank (128 for images, None, a dense table, for the others); where left out for our own
+            models, what their configuration says. Those of another mixer are not read, so that one set of
+            options goes with every mixer;
             for images image_size, in pixels, to which a position embedding that is kept is resampled; for
-            timm and torch reparameterize; for torch max_seq_len (which "full" and "local" need), causal, and
-            max_source_len of the encoder's output (max_seq_len where left out).
+            timm and torch reparameterize; for torch max_seq_len (which "full" and "local" need), causal (of
+            nn.Transformer the decoder alone), and max_source_len of the encoder's output (max_seq_len where
+            left out).
 
     Returns:
-        The converted model, in the dtype, on the device and in the mode (training or not) of the original.
-        Those of `aft.models` know ``save_pretrained``; a timm or torch one is loaded by converting the same
-        kind of model again, with the same options, and ``load_state_dict``.
+        The converted model, in the dtype, on the device and in the mode (training or not) of the original,
+        with the same parameters frozen. Those of `aft.models` know ``save_pretrained``, and so does what a
+        timm one becomes by its ``to_transformers()``; else a timm or torch one is loaded by converting the
+        same kind of model again, with the same options, and ``load_state_dict``.
 
     Raises:
         TypeError: a model of another kind, or an option that its kind does not have.
@@ -63,11 +69,20 @@ def convert(model: nn.Module, mixer: str = "conv", *, verbose: bool = False, **o
             )
     converted, report = converter(model, mixer, **options)
     converted.train(model.training)
+    _freeze(model, converted, report)
     # A plain attribute: it neither moves with the model nor is saved with it.
     object.__setattr__(converted, "conversion_report", report)
     if verbose:
         print(report)
     return converted
+
+
+def _freeze(model: nn.Module, converted: nn.Module, report: ConversionReport) -> None:
+    """What was frozen in the model is frozen in its copy; new parameters are to be trained."""
+    before, after = dict(model.named_parameters()), dict(converted.named_parameters())
+    for row in report.rows:
+        if row.source in before and row.target in after:
+            after[row.target].requires_grad_(before[row.source].requires_grad)
 
 
 def _converter(model: object) -> Converter:

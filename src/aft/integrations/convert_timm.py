@@ -110,6 +110,10 @@ def _check(model: VisionTransformer, mixer: str) -> None:
             "convert: VisionTransformerDistilled classifies two tokens, which mixer 'conv' has not; choose "
             "mixer 'full', 'simple' or 'local', or convert the model without distillation"
         )
+    if mixer in ("full", "local") and model.dynamic_img_size:
+        raise ValueError(
+            f"convert: dynamic_img_size must be False, mixer {mixer!r} has position biases for one grid"
+        )
     if mixer == "conv" and model.global_pool == "prr" and model.has_class_token:
         raise ValueError("convert: global_pool 'prr' pools with the class token, which mixer 'conv' has not")
     blocks: Any = model.blocks

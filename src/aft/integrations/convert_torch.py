@@ -51,7 +51,8 @@ def convert_transformer(
                 else AFTSimple(D, **common)
             )
         else:
-            common["causal"] = causal
+            of_encoder = isinstance(model, nn.Transformer) and name.startswith("encoder.")
+            common["causal"] = causal and not of_encoder
             match mixer:
                 case "full":
                     layer = AFTFull(D, length, bias_rank=bias_rank, **common)
@@ -76,8 +77,8 @@ def convert_transformer(
 
 def _attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
     """The attentions by name; raises where one is not where PyTorch's layers have it, or does more."""
-    found = {}
-    for name, module in model.named_modules():
+    found: dict[str, nn.MultiheadAttention] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
             for layer in module.layers:
                 if not isinstance(layer, LAYERS):
@@ -91,6 +92,8 @@ def _attentions(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
             if module.bias_k is not None or module.add_zero_attn:
                 option = "add_bias_kv" if module.bias_k is not None else "add_zero_attn"
                 raise ValueError(f"convert: {name} has {option}, which AFT has not")
+            if any(module is other for other in found.values()):
+                raise ValueError(f"convert: {name} is shared with another layer; give each its own")
             found[name] = module
     return found
 

@@ -11,6 +11,7 @@ from aft.integrations.conversion_report import ConversionReport, Part, Transfer
 from aft.layers.resampling import resample_positions
 from aft.models import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTImageConfig
 
+AS_IN_THE_MODEL: Any = object()  # an option left out; None is a dense table
 QUERY_AND_KEY = "query and key projections"
 
 
@@ -144,15 +145,15 @@ def convert_image_baseline(
     model: AFTForImageClassification,
     mixer: str,
     *,
-    num_heads: int | None = None,
-    kernel_size: int | None = None,
-    window_size: int | None = None,
-    bias_rank: int | None = None,
+    num_heads: int = AS_IN_THE_MODEL,
+    kernel_size: int = AS_IN_THE_MODEL,
+    window_size: int = AS_IN_THE_MODEL,
+    bias_rank: int | None = AS_IN_THE_MODEL,
     image_size: int | tuple[int, int] | None = None,
 ) -> tuple[AFTForImageClassification, ConversionReport]:
     """See `aft.integrations.convert.convert`; options that are left out are those of the model."""
     options: dict[str, Any] = {"kernel_size": kernel_size, "window_size": window_size, "bias_rank": bias_rank}
-    options["image_size"] = None if image_size is None else _pixels(image_size)
+    options["image_size"] = AS_IN_THE_MODEL if image_size is None else _pixels(image_size)
     if mixer == "conv":
         options.update(class_token=False, position_embedding=False)
     config = _reconfigured(model, mixer, num_attention_heads=num_heads, **options)
@@ -167,10 +168,10 @@ def convert_causal_baseline(
     model: AFTForCausalLM,
     mixer: str,
     *,
-    num_heads: int | None = None,
-    kernel_size: int | None = None,
-    window_size: int | None = None,
-    bias_rank: int | None = None,
+    num_heads: int = AS_IN_THE_MODEL,
+    kernel_size: int = AS_IN_THE_MODEL,
+    window_size: int = AS_IN_THE_MODEL,
+    bias_rank: int | None = AS_IN_THE_MODEL,
 ) -> tuple[AFTForCausalLM, ConversionReport]:
     """See `aft.integrations.convert.convert`; options that are left out are those of the model."""
     options = {"kernel_size": kernel_size, "window_size": window_size, "bias_rank": bias_rank}
@@ -190,13 +191,14 @@ CONVERTERS: dict[type[PreTrainedModel], Callable[..., tuple[nn.Module, Conversio
 
 
 def _reconfigured(model: Any, mixer: str, **changes: Any) -> Any:
-    """The configuration of an attention baseline with another mixer; a change to None is none."""
+    """The configuration of an attention baseline with another mixer, and with what was asked for."""
     if model.config.mixer != "attention":
         raise ValueError(
             f"convert: the mixer of {type(model).__name__} must be 'attention', got {model.config.mixer!r}"
         )
     fields = model.config.to_dict()
-    fields.update({name: value for name, value in changes.items() if value is not None}, mixer=mixer)
+    asked_for = {name: value for name, value in changes.items() if value is not AS_IN_THE_MODEL}
+    fields.update(asked_for, mixer=mixer)
     return _config(type(model.config), **fields)
 
 

@@ -1,7 +1,7 @@
 """The paper's image models in timm's registry, built on timm's own VisionTransformer."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
@@ -14,6 +14,9 @@ from torch import Tensor
 from aft.integrations.mixers import check_mixer
 from aft.integrations.timm_attention import AFTAttention, aft_attention
 from aft.layers.resampling import resample_positions
+
+if TYPE_CHECKING:
+    from aft.models import AFTForImageClassification
 
 
 class AFTVisionTransformer(VisionTransformer):
@@ -86,6 +89,16 @@ class AFTVisionTransformer(VisionTransformer):
         super().set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)
         for attention in self._attentions():
             attention.set_grid_size(self.patch_embed.grid_size)
+
+    def to_transformers(self, **config: Any) -> "AFTForImageClassification":
+        """The same model as one of `aft.models`, with ``save_pretrained``; ``config``: id2label, say.
+
+        Raises:
+            ValueError: what that has not, by name: layer scale, register tokens, another pooling, …
+        """
+        from aft.integrations.timm_native import to_transformers
+
+        return to_transformers(self, **config)
 
     def _attentions(self) -> Iterator[AFTAttention]:
         return (module for module in self.modules() if isinstance(module, AFTAttention))

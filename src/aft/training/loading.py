@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from aft.models import AFTConfig, AFTForCausalLM, AFTForImageClassification, AFTImageConfig
@@ -36,15 +35,20 @@ def load_model(run: Path, kind: str | None = None) -> PreTrainedModel:
         RunError: not such a folder, a model of another kind, a file cut short, or weights of another shape
             than the configuration's.
     """
-    config = _read_config(_folder(run))
+    config = read_config(run)
     if kind not in (None, kind_of(config)):
         raise RunError(f"{run} holds {NAMES[kind_of(config)]}; {NAMES[str(kind)]} was expected")
     _check_weights(run / WEIGHTS, config)
     model = _MODELS[type(config)].from_pretrained(run, config=config, dtype=torch.float32)
-    broken = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
-    if broken:
-        raise RunError(f"{run / WEIGHTS}: {_few(broken)} hold numbers that are not finite: training diverged")
+    check_finite(run / WEIGHTS, model.state_dict())
     return model.eval()
+
+
+def check_finite(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise RunError where numbers are not finite."""
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if broken:
+        raise RunError(f"{path}: {_few(broken)} hold numbers that are not finite: training diverged")
 
 
 def kind_of(config: PreTrainedConfig) -> str:
@@ -55,70 +59,9 @@ def kind_of(config: PreTrainedConfig) -> str:
     return "bytes" if config.image_shape is None else "pixels"
 
 
-def initialise_from(model: PreTrainedModel, folder: Path) -> list[str]:
-    """Give `model` the weights in a folder of `save_pretrained`; what was not taken, a line each.
-
-    Every tensor has to fit, but for the head of a classifier of another number of classes, which keeps its
-    initial values.
-
-    Raises:
-        RunError: a model of another kind or mixer, or a tensor that is missing, unknown or of another shape.
-    """
-    source, target = _read_config(_folder(folder)), model.config
-    assert isinstance(target, Config)
-    if kind_of(source) != kind_of(target):
-        raise RunError(f"{folder} holds {NAMES[kind_of(source)]}; {NAMES[kind_of(target)]} was expected")
-    if source.mixer != target.mixer:
-        raise RunError(
-            f"{folder} holds a model with mixer {source.mixer!r}; the recipe's is {target.mixer!r} "
-            f"(convert it first: aft.convert)"
-        )
-    if isinstance(source, AFTConfig) and source.alphabet != target.alphabet:
-        raise RunError(f"{folder} holds a model of another alphabet than that of the data")
-    path, notes = folder / WEIGHTS, []
-    found, expected = _shapes(path), dict(model.state_dict())
-    if isinstance(source, AFTImageConfig) and source.num_labels != target.num_labels:
-        for name in ("classifier.weight", "classifier.bias"):
-            found.pop(name, None)
-            expected.pop(name)
-        notes.append(
-            f"{folder}: its classifier of {source.num_labels} classes is left out; "
-            f"that of {target.num_labels} starts anew"
-        )
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    _compare(path, found, shapes, _aliases(model), f"the recipe's model ({target.mixer})")
-    weights = load_file(path)
-    model.load_state_dict({name: weights[name] for name in found}, strict=False)
-    return notes
-
-
-def check_checkpoint(checkpoint: Path) -> None:
-    """Raise RunError unless all that resuming reads is there and whole."""
-    hint = f"remove {checkpoint} to go on from an older one or to start again"
-    states = sorted(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]
-    for path in (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *states):
-        # What torch saves is a zip archive, whose directory comes last: one cut short has none.
-        if not zipfile.is_zipfile(path):
-            raise RunError(f"{path} is {'damaged' if path.exists() else 'missing'}; {hint}")
-    try:
-        _shapes(checkpoint / WEIGHTS)
-        read_json(checkpoint / "trainer_state.json", f"{checkpoint} has no trainer_state.json")
-    except RunError as error:
-        raise RunError(f"{error}; {hint}") from error
-
-
-def _folder(run: Path) -> Path:
-    if not run.is_dir():
-        raise RunError(
-            f"{run} is a file; a run directory was expected"
-            if run.exists()
-            else f"{run}: no such run directory"
-        )
-    return run
-
-
-def _read_config(run: Path) -> Config:
-    path = run / CONFIG
+def read_config(run: Path) -> Config:
+    """The configuration in a folder of `save_pretrained`, or a RunError."""
+    path = _folder(run) / CONFIG
     fields = read_json(path, f"{run} is not a run directory with a trained model: it has no {CONFIG}")
     model_type = fields.get("model_type")
     if model_type not in _CONFIGS:
@@ -131,21 +74,29 @@ def _read_config(run: Path) -> Config:
         raise RunError(f"{path} is not a valid configuration: {error}") from error
 
 
-def _check_weights(path: Path, config: Config) -> None:
-    """Compare the header of the weights file with the shapes that the configuration asks for."""
-    with torch.device("meta"):
-        model = _MODELS[type(config)](config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    _compare(path, _shapes(path), expected, _aliases(model), str(path.parent / CONFIG))
+def check_checkpoint(checkpoint: Path) -> None:
+    """Raise RunError unless all that resuming reads is there and whole."""
+    hint = f"remove {checkpoint} to go on from an older one or to start again"
+    states = sorted(checkpoint.glob("rng_state*.pth")) or [checkpoint / "rng_state.pth"]
+    for path in (checkpoint / "optimizer.pt", checkpoint / "scheduler.pt", *states):
+        # What torch saves is a zip archive, whose directory comes last: one cut short has none.
+        if not zipfile.is_zipfile(path):
+            raise RunError(f"{path} is {'damaged' if path.exists() else 'missing'}; {hint}")
+    try:
+        read_config(checkpoint)
+        tensor_shapes(checkpoint / WEIGHTS)
+        read_json(checkpoint / "trainer_state.json", f"{checkpoint} has no trainer_state.json")
+    except RunError as error:
+        raise RunError(f"{error}; {hint}") from error
 
 
-def _aliases(model: PreTrainedModel) -> set[str]:
+def other_names(model: PreTrainedModel) -> set[str]:
     """Second names of shared parameters, which the file has once."""
     by_storage = {id(parameter): name for name, parameter in model.named_parameters()}
     return {n for n, p in model.named_parameters(remove_duplicate=False) if by_storage[id(p)] != n}
 
 
-def _compare(
+def check_tensors(
     path: Path,
     found: dict[str, tuple[int, ...]],
     expected: dict[str, tuple[int, ...]],
@@ -164,7 +115,8 @@ def _compare(
             raise RunError(f"{path}: {name} is {list(shape)}; {who} expects {list(expected[name])}")
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file, from its header, or a RunError."""
     if not path.is_file():
         raise RunError(f"{path.parent} holds no trained model: it has no {path.name}")
     try:
@@ -174,6 +126,24 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         raise RunError(
             f"{path} is not a whole safetensors file ({path.stat().st_size:,} bytes): {error}"
         ) from error
+
+
+def _folder(run: Path) -> Path:
+    if not run.is_dir():
+        raise RunError(
+            f"{run} is a file; a run directory was expected"
+            if run.exists()
+            else f"{run}: no such run directory"
+        )
+    return run
+
+
+def _check_weights(path: Path, config: Config) -> None:
+    """Compare the header of the weights file with the shapes that the configuration asks for."""
+    with torch.device("meta"):
+        model = _MODELS[type(config)](config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_tensors(path, tensor_shapes(path), expected, other_names(model), str(path.parent / CONFIG))
 
 
 def _few(names: list[str]) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,9 +15,10 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 from aft.training import rundir
 from aft.training.curve import draw_curve
 from aft.training.errors import RunError
+from aft.training.initialisation import config_from, initialise_from, with_inherited
 from aft.training.interrupts import stop_on_signals
-from aft.training.loading import check_checkpoint, initialise_from, load_model
-from aft.training.recipes import NamedRecipe, Recipe
+from aft.training.loading import check_checkpoint, load_model, read_config
+from aft.training.recipes import NamedRecipe, Pace, Recipe
 from aft.training.reporting import Reporter, Stopwatch
 from aft.training.scores import Score
 from aft.training.tasks import Task, open_task, task_type
@@ -30,6 +32,7 @@ class Outcome:
     Attributes:
         step: the last one.
         interrupted: whether it was asked to stop there.
+        was_finished: whether it had come to its end before, so that there was nothing to go on with.
         result: the score of the held-out part, where training came to its end.
         part: the name of that part.
     """
@@ -37,6 +40,7 @@ class Outcome:
     run: Path
     step: int
     interrupted: bool
+    was_finished: bool
     result: Score | None
     part: str
 
@@ -69,6 +73,7 @@ def start(
     }
     if is_first_process():
         rundir.write_record(run, record)
+        _warn_of_warmup(recipe, pace)
     return _train(run, record, recipe, task, model, arguments, checkpoint=None)
 
 
@@ -80,13 +85,16 @@ def resume(run: Path, data: str | None) -> Outcome:
     checkpoint = rundir.last_checkpoint(run)
     if checkpoint is not None:
         check_checkpoint(checkpoint)
+        if row := _final_row(run):
+            load_model(run)  # which complains where the weights are gone
+            return Outcome(run, row["step"], False, True, task.score_type.of_row(row), task.held_out)
     arguments = training_arguments(recipe, recipe.pace(task.examples), task.workers, run)
     if record.get("processes", 1) != arguments.world_size:
         raise RunError(
             f"{run} was trained by {record['processes']} processes; {arguments.world_size} are running"
         )
-    source = record.get("init_from") if checkpoint is None else None
-    model = _initial_model(recipe, task, None if source is None else Path(source))
+    source = record.get("init_from")
+    model = _initial_model(recipe, task, None if source is None else Path(source), checkpoint)
     return _train(run, record, recipe, task, model, arguments, checkpoint)
 
 
@@ -104,13 +112,21 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _initial_model(recipe: Recipe, task: Task, init_from: Path | None) -> PreTrainedModel:
+def _initial_model(
+    recipe: Recipe, task: Task, init_from: Path | None, checkpoint: Path | None = None
+) -> PreTrainedModel:
+    """A model as training begins with it; what a checkpoint holds, the Trainer loads into it."""
+    config, notes = task.new_config(), []
+    if checkpoint is not None:
+        config = with_inherited(config, read_config(checkpoint))
+    elif init_from is not None:
+        config, notes = config_from(config, init_from)
     set_seed(recipe.seed)
-    model = task.new_model()
-    if init_from is not None:
-        for line in initialise_from(model, init_from):
-            if is_first_process():
-                print(line, flush=True)
+    model = task.new_model(config)
+    if checkpoint is None and init_from is not None:
+        notes += initialise_from(model, init_from)
+    for line in notes if is_first_process() else ():
+        print(line, flush=True)
     return model
 
 
@@ -123,9 +139,6 @@ def _train(
     arguments: TrainingArguments,
     checkpoint: Path | None,
 ) -> Outcome:
-    if checkpoint is not None and (row := _final_row(run)):
-        load_model(run)  # which complains where the weights are gone
-        return Outcome(run, row["step"], False, task.score_type.of_row(row), task.held_out)
     first = is_first_process()
     earlier = 0.0
     if first:
@@ -150,7 +163,16 @@ def _train(
     # Processes that leave one by one abort those that are still connected to them.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-    return Outcome(run, step, interrupted, result, task.held_out)
+    return Outcome(run, step, interrupted, False, result, task.held_out)
+
+
+def _warn_of_warmup(recipe: Recipe, pace: Pace) -> None:
+    if pace.steps <= pace.warmup_steps:
+        print(
+            f"aft: the learning rate never reaches lr, {recipe.lr:g}: it rises for {pace.warmup_steps:,} "
+            f"warmup_steps, and steps is {pace.steps:,}",
+            file=sys.stderr,
+        )
 
 
 def _final_row(run: Path) -> dict[str, Any] | None:

@@ -136,10 +136,10 @@ _SMALL = [
             kernel_size=128,
             bias_rank=32,
             batch_size=4,
-            steps=1000,
+            steps=500,
             lr=3e-3,
-            eval_every=500,
-            save_every=500,
+            eval_every=250,
+            save_every=250,
         ),
     ),
 ]

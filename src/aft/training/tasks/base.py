@@ -46,6 +46,7 @@ class Task(ABC):
     """A recipe with its data opened.
 
     Attributes:
+        model_type: what it trains.
         score_type: what its models are scored by.
         default_path: what recipe.json says of the kind's default data, where a path would stand.
         options: fields of an `EvaluationRequest` beside `data` and `split` that mean something to its models.
@@ -55,6 +56,7 @@ class Task(ABC):
         workers: processes that prepare batches; 0: none but the one that trains.
     """
 
+    model_type: ClassVar[type[PreTrainedModel]]
     score_type: ClassVar[type[Score]]
     default_path: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
@@ -76,8 +78,12 @@ class Task(ABC):
         """The data in a few words."""
 
     @abstractmethod
-    def new_model(self) -> PreTrainedModel:
-        """The model that the recipe describes, with initial values from torch's generator."""
+    def new_config(self) -> Any:
+        """The configuration of the model that the recipe describes."""
+
+    def new_model(self, config: Any = None) -> PreTrainedModel:
+        """A model with initial values from torch's generator: the recipe's, or that of a configuration."""
+        return self.model_type(self.new_config() if config is None else config)
 
     @abstractmethod
     def train_set(self, draws: int) -> Dataset[Any]:

@@ -29,6 +29,7 @@ class ByteTask(Task):
         parts: `train`, `validation` and perhaps `test`, uint8 tokens each.
     """
 
+    model_type = AFTForCausalLM
     score_type = ByteScore
     default_path = "stdlib"
     options = ("stride",)
@@ -60,9 +61,9 @@ class ByteTask(Task):
     def describe_data(self) -> str:
         return f"bytes of {self.path}: " + ", ".join(f"{len(p):,} {name}" for name, p in self.parts.items())
 
-    def new_model(self) -> AFTForCausalLM:
+    def new_config(self) -> AFTConfig:
         recipe = self.recipe
-        config = AFTConfig(
+        return AFTConfig(
             vocab_size=256 if self.alphabet is None else len(self.alphabet),
             hidden_size=recipe.hidden_size,
             num_hidden_layers=recipe.num_layers,
@@ -76,7 +77,6 @@ class ByteTask(Task):
             tie_word_embeddings=recipe.tie_embeddings,
             alphabet=self.alphabet,
         )
-        return AFTForCausalLM(config)
 
     def train_set(self, draws: int) -> ByteWindows:
         return ByteWindows(self.parts["train"], self.recipe.context)

@@ -24,6 +24,7 @@ from aft.training.tasks.image_task import ImageTask
 class ClassTask(ImageTask):
     """Images with their classes."""
 
+    model_type = AFTForImageClassification
     score_type = ClassScore
     options = ("image_size",)
     labelled = True
@@ -40,11 +41,12 @@ class ClassTask(ImageTask):
         self.workers = _workers(self.corpus.parts["train"]) if recipe.workers is None else recipe.workers
 
     def describe_data(self) -> str:
-        return f"{super().describe_data()}, of {len(self.classes)} classes"
+        size = self.recipe.image_size
+        return f"{super().describe_data()}, of {len(self.classes)} classes, at {size} x {size}"
 
-    def new_model(self) -> AFTForImageClassification:
+    def new_config(self) -> AFTImageConfig:
         recipe = self.recipe
-        config = AFTImageConfig(
+        return AFTImageConfig(
             image_size=recipe.image_size,
             patch_size=recipe.patch_size,
             hidden_size=recipe.hidden_size,
@@ -59,7 +61,6 @@ class ClassTask(ImageTask):
             id2label=dict(enumerate(self.classes)),
             label2id={name: number for number, name in enumerate(self.classes)},
         )
-        return AFTForImageClassification(config)
 
     def train_set(self, draws: int) -> Draws:
         recipe, images = self.recipe, self.corpus.parts["train"]
@@ -120,6 +121,11 @@ def preprocessing_for(run: Path, model: AFTForImageClassification, image_size: i
     patch = model.config.patch_size
     if image_size < patch or image_size % patch:
         raise RunError(f"image_size is {image_size}; expected a multiple of the model's patch size, {patch}")
+    if model.config.mixer == "local" and image_size != preprocessing.crop:
+        raise RunError(
+            f"image_size is {image_size}; a model with mixer 'local' takes its own, {preprocessing.crop}: "
+            f"its window is over the flattened sequence of patches"
+        )
     return preprocessing.at(image_size)
 
 
@@ -139,7 +145,7 @@ class _Batches:
 
 def _workers(images: ImageSet) -> int:
     """Processes to prepare images with, where each has to be decoded."""
-    if getattr(images, "in_memory", True):
+    if images.in_memory:
         return 0
     # Where the system can say so, the cores that this process may use, which may be fewer than there are.
     allowed = getattr(os, "sched_getaffinity", None)

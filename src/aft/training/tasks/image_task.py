@@ -32,8 +32,8 @@ class ImageTask(Task):
         self.held_out = self.corpus.held_out
         if self.examples < recipe.batch_size:
             raise RunError(
-                f"{self.corpus.path} holds {self.examples:,} images to train on; "
-                f"batch_size is {recipe.batch_size:,}: expected at most as many"
+                f"{self.corpus.path}: its train part holds {self.examples:,} images, fewer than a batch of "
+                f"{recipe.batch_size:,}; expected --batch-size {self.examples} or less"
             )
         self.speed = Speed("images", recipe.batch_size, lambda speed: f"{speed:.0f}img/s")
 
@@ -71,8 +71,18 @@ class ImageTask(Task):
         if request.data is None:
             corpus = cls.reopen(rundir.read_record(run), run).corpus
         else:
-            corpus = open_images(request.data, labelled=cls.labelled, classes=classes)
+            split = cls._split_of(run)
+            corpus = open_images(request.data, split=split, labelled=cls.labelled, classes=classes)
         part = request.split or corpus.held_out
         if part not in corpus.parts:
             raise RunError(f"{corpus.path} has the parts {', '.join(corpus.parts)}; there is no {part} part")
         return corpus.parts[part], f"the {part} part of {corpus.path}"
+
+    @staticmethod
+    def _split_of(run: Path) -> float:
+        """The share of images that the run held out, which other data are cut by too."""
+        if rundir.is_run(run):
+            recipe = rundir.recipe_of(rundir.read_record(run), run)
+            if isinstance(recipe, PixelRecipe | ClassifierRecipe):
+                return recipe.split
+        return ClassifierRecipe.split

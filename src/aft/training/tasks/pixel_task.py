@@ -26,6 +26,7 @@ class PixelTask(ImageTask):
         train, validation: uint8 `[N, H, W, C]`.
     """
 
+    model_type = AFTForCausalLM
     score_type = PixelScore
     options = ()
     labelled = False
@@ -44,9 +45,9 @@ class PixelTask(ImageTask):
     def describe_data(self) -> str:
         return f"{' x '.join(map(str, self.shape))} {super().describe_data()}"
 
-    def new_model(self) -> AFTForCausalLM:
+    def new_config(self) -> AFTConfig:
         recipe = self.recipe
-        config = AFTConfig(
+        return AFTConfig(
             vocab_size=256,
             hidden_size=recipe.hidden_size,
             num_hidden_layers=recipe.num_layers,
@@ -61,7 +62,6 @@ class PixelTask(ImageTask):
             image_shape=self.shape,
             bos_token_id=START,
         )
-        return AFTForCausalLM(config)
 
     def train_set(self, draws: int) -> Draws:
         batches = _Batches(PixelSequences(self.train, self.recipe.augment))
