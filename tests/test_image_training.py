@@ -342,7 +342,7 @@ def test_smoothed_labels() -> None:
 def test_padded_crops_are_shifted_images() -> None:
     torch.manual_seed(0)
     image = picture(0)
-    padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
+    padded = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode="reflect")
     windows = {padded[y : y + 8, x : x + 8].tobytes() for y in range(5) for x in range(5)}
     preprocessing = Preprocessing.for_size(8, 1.0)
     allowed = preprocessing([np.frombuffer(w, np.uint8).reshape(8, 8, 3).copy() for w in sorted(windows)])
@@ -658,6 +658,8 @@ def test_images_of_different_sizes_are_refused_by_a_pixel_model(tmp_path: Path) 
 
 def test_resuming_needs_the_same_images(classifier: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(classifier, tmp_path / "run"))
+    capsys.readouterr()
+    shutil.rmtree(tmp_path / "from")
     other = write_images(tmp_path / "other", {"train": 18, "val": 8})
     with pytest.raises(
         RunError, match=r"other is not the data of .*run: 26 images, sha256 .* expected 25 images"
@@ -701,6 +703,9 @@ def test_a_head_of_other_classes_starts_anew(
     found = initial(classifier, data, tmp_path)
     assert "its classifier of 3 classes is left out; that of 2 starts anew" in capsys.readouterr().out
     assert found["classifier.weight"].shape == (2, 16)
+    other = write_images(tmp_path / "other", {"": 24}, classes=("a", "x", "y"))
+    initial(classifier, other, tmp_path)
+    assert "its classifier of other classes is left out; that of 3 starts" in capsys.readouterr().out
     body = {n: t for n, t in load_file(classifier / "model.safetensors").items() if "classifier" not in n}
     assert body
     assert all(torch.equal(tensor, found[name]) for name, tensor in body.items())

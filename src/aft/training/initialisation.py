@@ -61,8 +61,8 @@ def config_from(config: AnyConfig, folder: Path) -> tuple[AnyConfig, list[str]]:
 def initialise_from(model: PreTrainedModel, folder: Path) -> list[str]:
     """Give `model` the weights in a folder of `save_pretrained`; what was not taken, a line each.
 
-    Every tensor has to fit, but for the head of a classifier of other classes (by name and order), which
-    keeps its initial values.
+    Every tensor has to fit, but for the head of a classifier of other classes (by number, name or order),
+    which keeps its initial values.
 
     Raises:
         RunError: a tensor that is missing, unknown, of another shape, or with numbers that are not finite.
@@ -70,14 +70,14 @@ def initialise_from(model: PreTrainedModel, folder: Path) -> list[str]:
     source, target = read_config(folder), model.config
     path, notes = folder / WEIGHTS, []
     found, expected = tensor_shapes(path), dict(model.state_dict())
-    if isinstance(source, AFTImageConfig) and source.id2label != target.id2label:
+    if isinstance(source, AFTImageConfig) and not _same_classes(source, target):
         for name in ("classifier.weight", "classifier.bias"):
             found.pop(name, None)
             expected.pop(name)
-        others = "" if source.num_labels != target.num_labels else "other "
+        others = "other" if source.num_labels == target.num_labels else source.num_labels
         notes.append(
-            f"{folder}: its classifier of {source.num_labels} classes is left out; "
-            f"that of {target.num_labels} {others}classes starts anew"
+            f"{folder}: its classifier of {others} classes is left out; "
+            f"that of {target.num_labels} starts anew"
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     check_tensors(path, found, shapes, other_names(model), f"the recipe's model ({target.mixer})")
@@ -85,6 +85,12 @@ def initialise_from(model: PreTrainedModel, folder: Path) -> list[str]:
     check_finite(path, weights)
     model.load_state_dict({name: weights[name] for name in found}, strict=False)
     return notes
+
+
+def _same_classes(source: AFTImageConfig, target: Any) -> bool:
+    """Whether classes are the same in number, name and order; names that were never given are any."""
+    unnamed = {i: f"LABEL_{i}" for i in range(target.num_labels)}
+    return source.id2label in (target.id2label, unnamed)
 
 
 def _inherited(config: Config) -> tuple[str, ...]:
