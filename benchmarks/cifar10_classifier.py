@@ -1,9 +1,10 @@
 """AFT-conv against DeiT on CIFAR-10 images: top-1 by seed, as CSV.
 
-Every run is `aft train classify-cifar10-small`: the same width, depth, patches, epochs, batch, learning rate
-and augmentation; only the mixer changes, and with it what the paper changes too (AFT-conv has no class token
-and no position embedding). Each run has a process of its own with one thread, two at a time. Runs that the
-CSV already holds are not repeated; `--runs DIR` keeps the models.
+Every run is `aft train classify-cifar10-small`: the same width, depth, patches, epochs, batch and
+augmentation; the mixer changes, with it what the paper changes too (AFT-conv has no class token and no
+position embedding), and the learning rate, 3e-3 for AFT-conv and 2e-3 for attention unless `--lrs` says
+otherwise. Each run has a process of its own with one thread, two at a time. Runs that the CSV already holds
+are not repeated; `--runs DIR` keeps the models.
 
     python benchmarks/cifar10_classifier.py --data cifar10_20k_jpeg.zip --csv results.csv
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from sweep import Row, sweep, train
 
 MIXERS = {"conv": [], "attention": ["--num-heads", "4"]}
+RATES = {"conv": "0.003", "attention": "0.002"}
 COLUMNS = ("mixer", "lr", "seed", "top1", "top5", "loss_nats", "parameters", "epochs", "seconds")
 
 
@@ -38,12 +40,16 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--csv", required=True, type=Path)
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS)
-    parser.add_argument("--lrs", nargs="+", default=["0.002"])
+    parser.add_argument("--lrs", nargs="+", help="learning rates for all mixers")
     parser.add_argument("--seeds", nargs="+", default=["1", "2", "3"])
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    jobs = [(m, lr, s) for s, lr, m in itertools.product(options.seeds, options.lrs, options.mixers)]
+    jobs = [
+        (mixer, lr, seed)
+        for seed, mixer in itertools.product(options.seeds, options.mixers)
+        for lr in options.lrs or [RATES[mixer]]
+    ]
     with tempfile.TemporaryDirectory() as folder:
         runs = options.runs or Path(folder)
         sweep(options.csv, COLUMNS, jobs, lambda job: measure(options.data, runs, *job), options.jobs)

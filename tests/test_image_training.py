@@ -658,8 +658,6 @@ def test_images_of_different_sizes_are_refused_by_a_pixel_model(tmp_path: Path) 
 
 def test_resuming_needs_the_same_images(classifier: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(classifier, tmp_path / "run"))
-    capsys.readouterr()
-    shutil.rmtree(tmp_path / "from")
     other = write_images(tmp_path / "other", {"train": 18, "val": 8})
     with pytest.raises(
         RunError, match=r"other is not the data of .*run: 26 images, sha256 .* expected 25 images"
@@ -703,6 +701,7 @@ def test_a_head_of_other_classes_starts_anew(
     found = initial(classifier, data, tmp_path)
     assert "its classifier of 3 classes is left out; that of 2 starts anew" in capsys.readouterr().out
     assert found["classifier.weight"].shape == (2, 16)
+    shutil.rmtree(tmp_path / "from")
     other = write_images(tmp_path / "other", {"": 24}, classes=("a", "x", "y"))
     initial(classifier, other, tmp_path)
     assert "its classifier of other classes is left out; that of 3 starts" in capsys.readouterr().out
