@@ -2,13 +2,15 @@
 
 Bits: `aft train pixels-small` with each mixer and seed, everything else equal, as rows of a CSV. Seconds a
 step: training steps of all mixers in turn, in one process, medians. Memory: for each mixer a process of its
-own, the highest resident size while it trains less that before its first step.
+own, the highest resident size while it trains less that before its first step; for attention also with its
+weights formed, as the paper's baseline had them, where PyTorch's fused kernel recomputes them.
 
     python benchmarks/cifar10_pixels.py bits --data cifar10_20k_jpeg.zip --csv results.csv
     python benchmarks/cifar10_pixels.py cost --data cifar10_20k_jpeg.zip
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import torch
 from sweep import ONE_THREAD, Row, sweep, train
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aft.training.recipes import find_recipe
 from aft.training.tasks import open_task
@@ -86,8 +89,9 @@ def peak(options: argparse.Namespace) -> None:
     step = trainer_of(options.mixer, options.data)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(3):
-        step()
+    with sdpa_kernel(SDPBackend.MATH) if options.unfused else contextlib.nullcontext():
+        for _ in range(3):
+            step()
     print(resident("VmHWM") - before)
 
 
@@ -101,12 +105,16 @@ def cost(options: argparse.Namespace) -> None:
             step()
             seconds[mixer].append(time.perf_counter() - began)
     for mixer in MIXERS:
-        command = [sys.executable, __file__, "peak", "--mixer", mixer, "--data", options.data]
-        memory = int(
-            subprocess.run(command, env=ONE_THREAD, check=True, capture_output=True, text=True).stdout
-        )
         median = statistics.median(seconds[mixer][1:])
-        print(f"{mixer:<10} {median:.3f} s a step, {memory / 2**20:.0f} MiB beyond the model at rest")
+        print(f"{mixer:<10} {median:.3f} s a step, {memory(options, mixer):.0f} MiB beyond the model at rest")
+    print(f"attention, its weights formed: {memory(options, 'attention', '--unfused'):.0f} MiB")
+
+
+def memory(options: argparse.Namespace, mixer: str, *more: str) -> float:
+    """MiB, measured by `peak` in a process of its own."""
+    command = [sys.executable, __file__, "peak", "--mixer", mixer, "--data", options.data, *more]
+    done = subprocess.run(command, env=ONE_THREAD, check=True, capture_output=True, text=True)
+    return int(done.stdout) / 2**20
 
 
 def main() -> None:
@@ -119,6 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--mixer", choices=MIXERS)
+    parser.add_argument("--unfused", action="store_true")
     options = parser.parse_args()
     if options.what == "bits" and options.csv is None:
         parser.error("bits needs --csv")

@@ -385,7 +385,7 @@ def test_pooling_of_a_converted_vit():
         ({"qkv_bias": False}, ()),
         ({"global_pool": "map"}, ()),
         ({"block_fn": timm.models.vision_transformer.ResPostBlock}, ()),
-        ({"dynamic_img_size": True}, ()),
+        ({"dynamic_img_pad": True}, ()),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
@@ -751,3 +751,4 @@ def test_a_vit_of_any_size_is_refused_for_biases_of_one():
     )
     with pytest.raises(ValueError, match="dynamic_img_size must be False, mixer 'full'"):
         aft.convert(source, "full")
+    assert aft.convert(source, "conv", num_heads=2)(torch.randn(1, 3, 8, 24)).shape == (1, 1000)
