@@ -11,13 +11,17 @@ MIXERS = ("full", "simple", "local", "conv", "attention")
 
 
 class BlockConfig(Protocol):
-    """What a block reads of a configuration."""
+    """What blocks and their mixers read of a configuration."""
 
+    mixer: str
     hidden_size: int
+    num_attention_heads: int
+    bias_rank: int | None
     intermediate_size: int | None
     hidden_act: str
     layer_norm_eps: float
     dropout: float | int
+    initializer_range: float
 
 
 class SelfAttention(nn.Module):
@@ -76,11 +80,29 @@ class AFTBlock(GradientCheckpointingLayer):
         return branch * F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.drop_path)
 
 
-def check_block(config: BlockConfig) -> None:
-    """Raises ValueError that names the field of a configuration, what came and what was expected."""
+def check_block(config: BlockConfig, *sizes: str) -> None:
+    """Raises ValueError that names the field of a configuration, what came and what was expected.
+
+    ``sizes`` are its fields beside those of every block that must be at least 1.
+    """
+    if config.mixer not in MIXERS:
+        raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {config.mixer!r}")
+    common = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    for name in (*sizes, *common, "window_size", "kernel_size"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.bias_rank is not None and config.bias_rank < 1:
+        raise ValueError(f"bias_rank must be at least 1, or None for a dense table; got {config.bias_rank}")
+    if config.mixer in ("conv", "attention") and config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"hidden_size must be a multiple of num_attention_heads, "
+            f"got {config.hidden_size} and {config.num_attention_heads}"
+        )
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act must be one of {', '.join(ACT2FN)}; got {config.hidden_act!r}")
     if not config.layer_norm_eps > 0:
         raise ValueError(f"layer_norm_eps must be above 0, got {config.layer_norm_eps}")
     if not 0.0 <= config.dropout < 1.0:
         raise ValueError(f"dropout must be a probability in [0, 1), got {config.dropout}")
+    if config.initializer_range < 0:
+        raise ValueError(f"initializer_range must be at least 0, got {config.initializer_range}")

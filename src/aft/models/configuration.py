@@ -5,7 +5,7 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from aft.models.blocks import MIXERS, check_block
+from aft.models.blocks import check_block
 
 
 @strict
@@ -65,28 +65,7 @@ class AFTConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Called by ``strict``: raises ValueError that names the field, what came and what was expected."""
-        if self.mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {self.mixer!r}")
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "max_position_embeddings",
-            "num_attention_heads",
-        )
-        for name in (*sizes, "intermediate_size", "window_size", "kernel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.bias_rank is not None and self.bias_rank < 1:
-            raise ValueError(f"bias_rank must be at least 1, or None for a dense table; got {self.bias_rank}")
-        if self.mixer in ("conv", "attention") and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads, "
-                f"got {self.hidden_size} and {self.num_attention_heads}"
-            )
-        check_block(self)
-        if self.initializer_range < 0:
-            raise ValueError(f"initializer_range must be at least 0, got {self.initializer_range}")
+        check_block(self, "vocab_size", "max_position_embeddings")
         if self.alphabet is not None:
             known = len(set(self.alphabet) & set(range(256)))
             if not known == len(self.alphabet) == self.vocab_size:

@@ -3,7 +3,7 @@
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from aft.models.blocks import MIXERS, check_block
+from aft.models.blocks import check_block
 
 
 @strict
@@ -73,12 +73,7 @@ class AFTImageConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Called by ``strict``: raises ValueError that names the field, what came and what was expected."""
-        if self.mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}; got {self.mixer!r}")
-        sizes = ("patch_size", "num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        for name in (*sizes, "intermediate_size", "kernel_size", "window_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_block(self, "patch_size", "num_channels")
         if isinstance(self.image_size, list) and len(self.image_size) != 2:
             raise ValueError(f"image_size must be a number or [height, width], got {self.image_size}")
         if min(self.grid) < 1:
@@ -86,17 +81,7 @@ class AFTImageConfig(PreTrainedConfig):
                 f"image_size must be at least patch_size = {self.patch_size} on both sides, "
                 f"got {self.image_size}"
             )
-        if self.bias_rank is not None and self.bias_rank < 1:
-            raise ValueError(f"bias_rank must be at least 1, or None for a dense table; got {self.bias_rank}")
-        if self.mixer in ("conv", "attention") and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads, "
-                f"got {self.hidden_size} and {self.num_attention_heads}"
-            )
         if self.mixer == "conv" and self.class_token:
             raise ValueError('class_token must be False for mixer "conv": the token has no place in the grid')
-        check_block(self)
         if not 0.0 <= self.drop_path_rate < 1.0:
             raise ValueError(f"drop_path_rate must be a probability in [0, 1), got {self.drop_path_rate}")
-        if self.initializer_range < 0:
-            raise ValueError(f"initializer_range must be at least 0, got {self.initializer_range}")

@@ -47,12 +47,8 @@ def forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: in
         far = _far_sums(keys, values, plan.far)
         for rows in _spans(T, total.num):
             near = AFTState(*(x[:, rows] for x in total))
-            _write(
-                near,
-                combine(
-                    near, AFTState(*(_spread(x[:, _tiles_of(rows)], rows.stop - rows.start) for x in far))
-                ),
-            )
+            seen = AFTState(*(_spread(x[:, _tiles_of(rows)], rows.stop - rows.start) for x in far))
+            _write(near, combine(near, seen))
     mean = total.num.div_(_nonzero(total.den)[..., None])
     return mean, total._replace(num=mean)
 

@@ -153,6 +153,11 @@ def recipe_of(record: dict[str, Any], run: Path) -> Recipe:
         raise RunError(f"{run / RECIPE}: {error}") from error
 
 
+def recipe_if_any(run: Path) -> Recipe | None:
+    """The recipe of a folder with a model, None where it is not a run's."""
+    return recipe_of(read_record(run), run) if is_run(run) else None
+
+
 def last_checkpoint(run: Path) -> Path | None:
     """The checkpoint of the highest step. A half-written one lies in the staging folder and is not found."""
     found = [path for path in (run / CHECKPOINTS).glob("*") if _CHECKPOINT.fullmatch(path.name)]

@@ -81,8 +81,5 @@ class ImageTask(Task):
     @staticmethod
     def _split_of(run: Path) -> float:
         """The share of images that the run held out, which other data are cut by too."""
-        if rundir.is_run(run):
-            recipe = rundir.recipe_of(rundir.read_record(run), run)
-            if isinstance(recipe, PixelRecipe | ClassifierRecipe):
-                return recipe.split
-        return ClassifierRecipe.split
+        recipe = rundir.recipe_if_any(run)
+        return recipe.split if isinstance(recipe, PixelRecipe | ClassifierRecipe) else ClassifierRecipe.split

@@ -88,9 +88,7 @@ TASK = PixelTask
 
 def resizes(run: Path) -> bool:
     """Whether images were reduced for the model in `run`; without a recipe they are taken as they are."""
-    if not rundir.is_run(run):
-        return False
-    recipe = rundir.recipe_of(rundir.read_record(run), run)
+    recipe = rundir.recipe_if_any(run)
     return isinstance(recipe, PixelRecipe) and recipe.image_size is not None
 
 
