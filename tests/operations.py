@@ -6,17 +6,31 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aft.ops import aft_conv, aft_full, aft_local, aft_simple
+from aft.ops import (
+    AFTState,
+    aft_conv,
+    aft_conv_step,
+    aft_full,
+    aft_full_step,
+    aft_local,
+    aft_local_step,
+    aft_simple,
+    aft_simple_step,
+)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation with settings; ``inputs`` are (q, k, v, bias tensors ...), all of them differentiable."""
+    """One operation with settings; ``inputs`` are (q, k, v, bias tensors ...), all of them differentiable.
+
+    ``step`` is its streaming form: the same tensors and ``state=``.
+    """
 
     name: str
     call: Callable[..., Tensor]
     bias: Callable[..., tuple[Tensor, ...]]
     table: Callable[..., Tensor | None]
+    step: Callable[..., tuple[Tensor, AFTState]]
     heads: int | None = None
     settings: dict = field(default_factory=dict)
 
@@ -104,6 +118,7 @@ def full(by_sequence=False) -> Operation:
         aft_full,
         _by_sequence if by_sequence else _dense,
         lambda T, S, causal, w: w.reshape(-1, T, S, 1),
+        aft_full_step,
     )
 
 
@@ -113,22 +128,24 @@ def full_low_rank() -> Operation:
         lambda q, k, v, a, b, **options: aft_full(q, k, v, (a, b), **options),
         _low_rank,
         lambda T, S, causal, a, b: (a @ b.T)[None, ..., None],
+        lambda q, k, v, a, b, **options: aft_full_step(q, k, v, (a, b), **options),
     )
 
 
 def simple() -> Operation:
-    return Operation("simple", aft_simple, lambda *_: (), lambda T, S, causal: None)
+    return Operation("simple", aft_simple, lambda *_: (), lambda T, S, causal: None, aft_simple_step)
 
 
-def local(window: int) -> Operation:
+def local(window: int, by_sequence=False) -> Operation:
     def table(T, S, causal, w):
         return torch.where(_distance(T, S).abs() < window, w, 0.0).reshape(-1, T, S, 1)
 
     return Operation(
-        f"local, window {window}",
+        f"local, a table each, window {window}" if by_sequence else f"local, window {window}",
         lambda q, k, v, w, **options: aft_local(q, k, v, w, window, **options),
-        _dense,
+        _by_sequence if by_sequence else _dense,
         table,
+        lambda q, k, v, w, **options: aft_local_step(q, k, v, w, window, **options),
         settings={"window": window},
     )
 
@@ -142,6 +159,7 @@ def local_low_rank(window: int) -> Operation:
         lambda q, k, v, a, b, **options: aft_local(q, k, v, (a, b), window, **options),
         _low_rank,
         table,
+        lambda q, k, v, a, b, **options: aft_local_step(q, k, v, (a, b), window, **options),
         settings={"window": window},
     )
 
@@ -157,6 +175,7 @@ def conv(size: int, heads: int = 2) -> Operation:
         aft_conv,
         lambda normal, B, T, S, scale: (normal(heads, size) * scale,),
         table,
+        aft_conv_step,
         heads=heads,
         settings={"size": size},
     )
@@ -187,6 +206,7 @@ def conv_grid(shape: tuple[int, int], size: tuple[int, int], heads: int = 2) -> 
         call,
         lambda normal, B, T, S, scale: (normal(heads, *size) * scale,),
         table,
+        lambda *inputs, **options: aft_conv_step(*inputs, width=X, **options),
         heads=heads,
         settings={"T": Y * X},
     )
@@ -209,6 +229,23 @@ SEQUENCE_OPERATIONS = [
     conv(90),
 ]
 GRID_OPERATIONS = [conv_grid((5, 7), (3, 3)), conv_grid((9, 8), (4, 5)), conv_grid((3, 2), (7, 7))]
+
+
+def in_pieces(
+    operation: Operation, inputs: tuple[Tensor, ...], sizes, state=None, key_padding_mask=None, **options
+) -> tuple[Tensor, AFTState]:
+    """The streaming operation over pieces of ``sizes`` positions: all outputs, and the last state."""
+    q, k, v, *bias = inputs
+    outputs, start = [], 0
+    for size in sizes:
+        here = slice(start, start + size)
+        if key_padding_mask is not None:
+            options["key_padding_mask"] = key_padding_mask[:, here]
+        y, state = operation.step(q[:, here], k[:, here], v[:, here], *bias, state=state, **options)
+        outputs.append(y)
+        start += size
+    assert start == q.shape[1]
+    return torch.cat(outputs, 1), state
 
 
 def relative_error(y: Tensor, reference: Tensor, floor: float = 0.0) -> float:

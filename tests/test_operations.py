@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aft.ops import AFTState, aft_conv, aft_full, aft_local, aft_simple, available_impls, combine
-from aft.ops.state import empty_state
+from aft.ops import aft_conv, aft_full, aft_local, aft_simple, available_impls
+from aft.ops.sums import Sums, join, no_sums
 from aft.ops.tiles import banded_plan, dense_plan
 from operations import (
     GRID_OPERATIONS,
@@ -173,6 +173,16 @@ def test_any_strides(operation):
     assert relative_error(expanded, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("operation", SEQUENCE_OPERATIONS, ids=str)
+def test_one_query_of_many_keys(operation):
+    """More keys than a block holds, so that several blocks meet in one row."""
+    q, k, v, *bias = operation.inputs(B=2, T=1100)
+    if operation.heads is None and bias:
+        bias = [bias[0][:1] if len(bias) == 2 else bias[0][..., :1, :], *bias[1:]]
+    y = operation(q[:, :1], k, v, *bias)
+    assert relative_error(y, operation(q[:, :1], k, v, *bias, impl="reference")) < 1e-5
+
+
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_an_empty_batch(operation):
     T = operation.settings.get("T", 9)
@@ -267,7 +277,7 @@ def test_the_operators_pass_opcheck(operation):
     arguments = (k, v, *tensors.values(), None, *settings)
     torch.library.opcheck(torch.ops.aft.eager_mean.default, arguments)
     mean, *sums = torch.ops.aft.eager_mean(*arguments)
-    backward = (torch.randn_like(mean), mean, *sums, *arguments)
+    backward = (torch.randn_like(mean), torch.randn_like(sums[0]), mean, *sums, *arguments)
     torch.library.opcheck(torch.ops.aft.eager_mean_backward.default, backward)
     assert all(x.is_contiguous() for x in (mean, *sums, *torch.ops.aft.eager_mean_backward(*backward)))
 
@@ -343,7 +353,7 @@ def test_any_query_gate(gate, impl):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), seeds)
-def test_states_of_neighbouring_pieces_combine(first, second, seed):
+def test_states_of_neighbouring_pieces_join(first, second, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(first + second, 3, generator=generator, dtype=torch.float64) * 100
     v = torch.randn(first + second, 3, 1, generator=generator)
@@ -351,13 +361,13 @@ def test_states_of_neighbouring_pieces_combine(first, second, seed):
     def state(x, v):
         peak = x.amax(0)
         weight = torch.exp(x - peak).float()
-        return AFTState((weight[..., None] * v).sum(0), weight.sum(0), peak, torch.zeros_like(peak))
+        return Sums((weight[..., None] * v).sum(0), weight.sum(0), peak, torch.zeros_like(peak))
 
-    joined = combine(state(x[:first], v[:first]), state(x[first:], v[first:]))
+    joined = join(state(x[:first], v[:first]), state(x[first:], v[first:]))
     whole = state(x, v)
     assert relative_error(joined.num / joined.den[..., None], whole.num / whole.den[..., None]) < 1e-5
-    empty = empty_state(whole.den, 3, values=1)
-    assert all(torch.equal(a, b) for a, b in zip(combine(whole, empty), whole, strict=True))
+    empty = no_sums(whole.den, 3, values=1)
+    assert all(torch.equal(a, b) for a, b in zip(join(whole, empty), whole, strict=True))
 
 
 @given(st.integers(0, 600), st.integers(0, 600), st.booleans(), st.integers(-1, 300), st.integers(0, 300))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from aft.ops import reference
 from aft.ops.functional import QueryGate, check_impl, gated_mean
 from aft.ops.spec import Problem
+from aft.ops.state import AFTState
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -17,7 +18,7 @@ Activation = Callable[[Tensor], Tensor]
 class AFTLayer(nn.Module):
     """Base of the layers: projects, normalises masks, calls one operation, projects again.
 
-    A subclass implements `_problem`. The attributes that ``nn.TransformerEncoderLayer`` and
+    A subclass implements `_problem` and `_stream`. The attributes that ``nn.TransformerEncoderLayer`` and
     ``nn.TransformerEncoder`` read off an attention module are there, with the values that keep them off the
     fused path, which knows nothing but dot-product attention.
     """
@@ -136,11 +137,7 @@ class AFTLayer(nn.Module):
         if is_causal:
             hidden_pairs = None  # the mask is said to be the causal one, which costs nothing
 
-        # Without a gate there is nothing to ask of the query but its shape.
-        q = query if self.q_proj is None else self.q_proj(query)
-        k, v = self.k_proj(key), self.v_proj(value)
-        if self.key_activation is not None:
-            k = self.key_activation(k)
+        q, k, v = self._project(query, key, value)
         problem = self._problem(q, k, v, causal, hidden_keys, hidden_pairs)
         output = gated_mean(problem, q.flatten(1, -2), self.query_gate, self.impl).view_as(q)
         output = self.out_proj(output)
@@ -151,6 +148,63 @@ class AFTLayer(nn.Module):
         if not batched:
             return output[0], None if weights is None else weights[0]
         return output if self.batch_first else output.transpose(0, 1), weights
+
+    def step(
+        self,
+        query: Tensor,
+        state: AFTState | None = None,
+        key_padding_mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, AFTState]:
+        """The layer over n more positions of its sequences, as `aft.ops.aft_simple_step` and its likes.
+
+        Args:
+            query: [B, n, embed_dim] ([n, B, embed_dim] if not batch_first); also its own key and value.
+            state: what the call before returned, None at the start of a sequence. Nothing is kept in the
+                layer.
+            key_padding_mask: bool [B, n], True where a key is to be ignored, though it takes a position.
+            lengths: int64 [B], how many of the n positions each sequence has; those after are padding.
+
+        Returns:
+            The output, of the query's shape, and the state after it.
+
+        Raises:
+            ValueError: the layer is not causal, or its keys and values have other channels than its queries.
+        """
+        return self._step(query, state, key_padding_mask, lengths)
+
+    def _step(
+        self,
+        query: Tensor,
+        state: AFTState | None,
+        key_padding_mask: Tensor | None,
+        lengths: Tensor | None,
+        **place: int,
+    ) -> tuple[Tensor, AFTState]:
+        name = type(self).__name__
+        if not self.causal or self.kdim != self.embed_dim or self.vdim != self.embed_dim:
+            raise ValueError(
+                f"{name}: step needs a causal layer whose keys and values come from its query, "
+                f"got causal={self.causal}, kdim={self.kdim}, vdim={self.vdim}, embed_dim={self.embed_dim}"
+            )
+        if query.ndim != 3 or query.shape[2] != self.embed_dim:
+            layout = "[B, n" if self.batch_first else "[n, B"
+            raise ValueError(
+                f"{name}: query must be {layout}, {self.embed_dim}] for a step, got {tuple(query.shape)}"
+            )
+        if not self.batch_first:
+            query = query.transpose(0, 1)
+        q, k, v = self._project(query, query, query)
+        masks = {"key_padding_mask": key_padding_mask, "lengths": lengths}
+        output, state = self._stream(q, k, v, state, **masks, **place)
+        output = self.out_proj(output)
+        return output if self.batch_first else output.transpose(0, 1), state
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Without a gate there is nothing to ask of the query but its shape.
+        q = query if self.q_proj is None else self.q_proj(query)
+        k, v = self.k_proj(key), self.v_proj(value)
+        return q, k if self.key_activation is None else self.key_activation(k), v
 
     def _forward_nested(self, query: Tensor, is_causal: bool) -> Tensor:
         """Sequences of different lengths, as ``nn.TransformerEncoder`` packs padded ones to evaluate."""
@@ -171,6 +225,12 @@ class AFTLayer(nn.Module):
         attn_mask: Tensor | None,
     ) -> Problem:
         """What the operation is to compute from projected inputs."""
+        raise NotImplementedError
+
+    def _stream(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AFTState | None, **options: Any
+    ) -> tuple[Tensor, AFTState]:
+        """The operation's step over projected inputs, its gate and implementation the layer's."""
         raise NotImplementedError
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:

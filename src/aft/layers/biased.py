@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from aft.layers.base import AFTLayer, check_positive
 from aft.ops.functional import PositionBias, full_problem, local_problem, simple_problem
 from aft.ops.spec import Problem
+from aft.ops.streaming import aft_full_step, aft_local_step, aft_simple_step
 
 
 class AFTFull(AFTLayer):
@@ -98,8 +99,16 @@ class AFTFull(AFTLayer):
             return table[:T, :S]
         return self.position_bias_u[:T], self.position_bias_v[:S]
 
+    def _whole_bias(self) -> PositionBias:
+        table = self.position_bias
+        return (self.position_bias_u, self.position_bias_v) if table is None else table
+
     def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:
         return full_problem(q, k, v, self._bias(q.shape[1], k.shape[1]), causal, key_padding_mask, attn_mask)
+
+    def _stream(self, q, k, v, state, **options):
+        bias = self._whole_bias()
+        return aft_full_step(q, k, v, bias, state, query_gate=self.query_gate, impl=self.impl, **options)
 
     def extra_repr(self) -> str:
         rank = "" if self.bias_rank is None else f", bias_rank={self.bias_rank}"
@@ -124,6 +133,10 @@ class AFTLocal(AFTFull):
         bias = self._bias(q.shape[1], k.shape[1])
         return local_problem(q, k, v, bias, self.window_size, causal, key_padding_mask, attn_mask)
 
+    def _stream(self, q, k, v, state, **options):
+        options |= {"query_gate": self.query_gate, "impl": self.impl}
+        return aft_local_step(q, k, v, self._whole_bias(), self.window_size, state, **options)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, window_size={self.window_size}"
 
@@ -140,3 +153,6 @@ class AFTSimple(AFTLayer):
 
     def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:
         return simple_problem(q, k, v, causal, key_padding_mask, attn_mask)
+
+    def _stream(self, q, k, v, state, **options):
+        return aft_simple_step(q, k, v, state, query_gate=self.query_gate, impl=self.impl, **options)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from aft.layers.base import AFTLayer, check_positive
 from aft.ops.functional import conv_problem
 from aft.ops.spec import Problem, without_autocast
+from aft.ops.state import AFTState
+from aft.ops.streaming import aft_conv_step
 
 
 class _AFTConv(AFTLayer):
@@ -70,6 +72,10 @@ class _AFTConv(AFTLayer):
     def _problem(self, q, k, v, causal, key_padding_mask, attn_mask) -> Problem:
         return conv_problem(q, k, v, self.position_kernel(), causal, key_padding_mask, attn_mask)
 
+    def _stream(self, q, k, v, state, **options):
+        options |= {"query_gate": self.query_gate, "impl": self.impl}
+        return aft_conv_step(q, k, v, self.position_kernel(), state, **options)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_heads={self.num_heads}, kernel_size={self.kernel_size}"
 
@@ -107,3 +113,14 @@ class AFTConv2d(_AFTConv):
     """
 
     _space = 2
+
+    def step(  # pyrefly: ignore[bad-override] (a grid has a width)
+        self,
+        query: Tensor,
+        width: int,
+        state: AFTState | None = None,
+        key_padding_mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, AFTState]:
+        """`AFTLayer.step` in raster order: n more cells [B, n, embed_dim] of grids ``width`` cells wide."""
+        return self._step(query, state, key_padding_mask, lengths, width=width)

@@ -21,7 +21,7 @@ from aft.ops.bias_blocks import (
     spread,
 )
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
-from aft.ops.state import AFTState
+from aft.ops.sums import Sums
 from aft.ops.tiles import Plan, banded_plan, dense_plan
 
 # Above this a float32 product of a value (or a gradient) and its factors may overflow; float64 takes over.
@@ -39,6 +39,21 @@ def mean(problem: Problem) -> Tensor:
 
     Time O(T S D) for a full bias, O(T s D) for a window or kernel of s, O(T D) without a bias; memory O(T D).
     """
+    return _solve(problem, _EagerMean)[0].flatten(2)
+
+
+def sums(problem: Problem) -> Sums:
+    """The sums of each query: num [B, T, H, P], float64, the others [B, T, H]. Cost as `mean`.
+
+    Gradients flow through num and den, to which the maxima are constants.
+    """
+    result, den, key_max, bias_max = _solve(problem, _EagerSums)
+    # A mean near the end of float32's range times the number of its keys is out of it.
+    return Sums(result.double() * den[..., None], den, key_max, bias_max)
+
+
+def _solve(problem: Problem, function: type[torch.autograd.Function]) -> tuple[Tensor, ...]:
+    """The outputs of `eager_mean` for a problem: [B, T, H, P] and [B, T, H]."""
     B, S, H = problem.keys.shape
     P, T = problem.head_channels, problem.target_length
     keys, values = problem.keys, problem.values.unflatten(2, (H, P))
@@ -79,25 +94,29 @@ def mean(problem: Problem) -> Tensor:
     # Dynamo cannot trace a Function of which no input wants a gradient.
     inputs = (keys, values, table, left, right, kernel)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    function = _MEAN if torch.compiler.is_compiling() and not tracked else _EagerMean.apply
-    result, *_ = function(
+    call = _MEAN if torch.compiler.is_compiling() and not tracked else function.apply
+    result, *sums = call(
         keys, values, table, left, right, kernel, mask, T, problem.causal, problem.window_size,
         query_width, key_width, anchor_row, anchor_column,
     )  # fmt: skip
 
-    if kernel is not None and mask_by_sequence:
-        return result.view(B, H, T, P).transpose(1, 2).flatten(2)
-    if kernel is not None:
-        return result.permute(2, 1, 0, 3).flatten(2)
-    if one_bias_for_all:
-        return result.view(T, B, H * P).transpose(0, 1)
-    return result.flatten(2)
+    def unfold(x: Tensor) -> Tensor:
+        """[G, T, N, P] as [B, T, H, P]."""
+        if kernel is not None and mask_by_sequence:
+            return x.view(B, H, T, -1).transpose(1, 2)
+        if kernel is not None:
+            return x.permute(2, 1, 0, 3)
+        if one_bias_for_all:
+            return x.view(T, B, H, x.shape[3]).transpose(0, 1)
+        return x
+
+    return unfold(result), *(unfold(x[..., None])[..., 0] for x in sums)
 
 
 def eager_mean(keys: Tensor, values: Tensor, *bias_and_settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """keys [G, S, N], values [G, S, N, P] -> mean [G, T, N, P], float32 or wider.
 
-    Also what the backward pass wants of the sums: den, max and bias_max [G, T, N], see `AFTState`.
+    Also what the backward pass wants of the sums: den, max and bias_max [G, T, N], see `Sums`.
     """
     with without_autocast(keys):
         source, plan, T = _prepare(keys, *bias_and_settings)
@@ -111,6 +130,7 @@ def eager_mean(keys: Tensor, values: Tensor, *bias_and_settings) -> tuple[Tensor
 
 def eager_mean_backward(
     grad: Tensor,
+    grad_den: Tensor | None,
     result: Tensor,
     den: Tensor,
     key_max: Tensor,
@@ -119,18 +139,26 @@ def eager_mean_backward(
     values: Tensor,
     *bias_and_settings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of keys, values and of the bias's one or two tensors (empty where there are none)."""
+    """Gradients of keys, values and of the bias's one or two tensors (empty where there are none).
+
+    ``grad_den`` is that of the denominator, to which the maxima are constants.
+    """
     with without_autocast(keys):
         source, plan, T = _prepare(keys, *bias_and_settings)
         dtype = result.dtype
         values_seen = _without_absent(keys, values)
-        sums = AFTState(result, den, key_max, bias_max)
-        if T * values.numel() <= SMALL or _is_extreme(values_seen, grad) or _is_saturated(keys, source):
+        sums = Sums(result, den, key_max, bias_max)
+        grad_log_den = None if grad_den is None else grad_den * den
+        extreme = _is_extreme(values_seen, grad, grad_log_den)
+        if T * values.numel() <= SMALL or extreme or _is_saturated(keys, source):
             dtype = torch.float64
         k, v = keys.to(dtype), values_seen.to(dtype)
         if dtype != result.dtype:
             result, sums = tiled.forward(k, v, source, plan, T)
-        grad_keys, grad_values = tiled.backward(grad.to(dtype), k, v, source, plan, result, sums)
+        grad_keys, grad_values = tiled.backward(
+            grad.to(dtype), k, v, source, plan, result, sums,
+            None if grad_log_den is None else grad_log_den.to(dtype),
+        )  # fmt: skip
         of_bias = [x.contiguous() for x in source.gradients()]
         first, second = of_bias + [keys.new_empty(0) for _ in range(2 - len(of_bias))]
         return grad_keys.to(keys.dtype), grad_values.to(values.dtype), first, second
@@ -184,7 +212,7 @@ def _without_absent(keys: Tensor, values: Tensor) -> Tensor:
     return values.masked_fill(absent[..., None], 0.0) if absent.any() else values
 
 
-def _is_extreme(values: Tensor, grad: Tensor | None = None) -> bool:
+def _is_extreme(values: Tensor, *grads: Tensor | None) -> bool:
     """Whether products of these may leave float32's range on the way to a result inside it.
 
     Channels of values that are all tiny count as well: their products with small weights would vanish.
@@ -194,9 +222,12 @@ def _is_extreme(values: Tensor, grad: Tensor | None = None) -> bool:
     low, high = values.detach().aminmax(dim=1)
     size = torch.maximum(-low, high)
     largest = float(size.amax())
-    if grad is not None:
-        low, high = grad.detach().aminmax()
-        largest = max(1.0, largest) * max(1.0, -float(low), float(high)) * values[:1, :1].numel()
+    for grad in grads:
+        if grad is not None:
+            low, high = grad.detach().aminmax()
+            largest = max(1.0, largest) * max(1.0, -float(low), float(high))
+    if grads:
+        largest *= values[:1, :1].numel()
     smallest = float(size.masked_fill(size == 0, 1.0).amin())
     return not (largest <= LARGE and smallest >= 1.0 / LARGE)
 
@@ -221,7 +252,9 @@ def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *_):
     return result, *sums, keys.new_empty(G, T, N, dtype=torch.float64)
 
 
-def _fake_mean_backward(grad, result, den, key_max, bias_max, keys, values, table, left, right, kernel, *_):
+def _fake_mean_backward(
+    grad, grad_den, result, den, key_max, bias_max, keys, values, table, left, right, kernel, *_
+):
     first = table if table is not None else left if left is not None else kernel
     none = keys.new_empty(0)
     of_bias = (none if x is None else x for x in (first, right))
@@ -250,7 +283,7 @@ _MEAN = _register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor, Tensor
 _MEAN_BACKWARD = _register(
     eager_mean_backward,
     _fake_mean_backward,
-    f"(Tensor grad, Tensor result, Tensor den, Tensor key_max, Tensor bias_max, {_CALL}) "
+    f"(Tensor grad, Tensor? grad_den, Tensor result, Tensor den, Tensor key_max, Tensor bias_max, {_CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -286,6 +319,8 @@ class _EagerMeanBackward(torch.autograd.Function):
 
 
 class _EagerMean(torch.autograd.Function):
+    """The mean; the sums that come with it are constants."""
+
     @staticmethod
     def forward(*args):
         return _MEAN(*args)
@@ -293,26 +328,55 @@ class _EagerMean(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output, *inputs[:7])
-        ctx.settings = inputs[7:]
+        _keep_for_backward(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx, *grads):
-        saved = ctx.saved_tensors
-        _, _, table, left, right, kernel, _ = saved[4:]
-        # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
-        differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _EagerMeanBackward.apply
-        grad_keys, grad_values, first, second = differentiate(grads[0], *saved, *ctx.settings)
-        return (
-            grad_keys,
-            grad_values,
-            None if table is None else first,
-            None if left is None else first,
-            None if right is None else second,
-            None if kernel is None else first,
-            *(None,) * 8,
-        )
+        return _gradients(ctx, grads[0], None)
 
     @staticmethod
     def vmap(info, in_dims, *args):
         return _map_over(_EagerMean.apply, info.batch_size, in_dims, args)
+
+
+class _EagerSums(torch.autograd.Function):
+    """The mean and the denominator; the maxima that the latter is relative to are constants."""
+
+    @staticmethod
+    def forward(*args):
+        return _MEAN(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(*output[2:])
+        _keep_for_backward(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _gradients(ctx, grads[0], grads[1])
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _map_over(_EagerSums.apply, info.batch_size, in_dims, args)
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.settings = inputs[7:]
+
+
+def _gradients(ctx, grad: Tensor, grad_den: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    _, _, table, left, right, kernel, _ = saved[4:]
+    # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
+    differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _EagerMeanBackward.apply
+    grad_keys, grad_values, first, second = differentiate(grad, grad_den, *saved, *ctx.settings)
+    return (
+        grad_keys,
+        grad_values,
+        None if table is None else first,
+        None if left is None else first,
+        None if right is None else second,
+        None if kernel is None else first,
+        *(None,) * 8,
+    )

@@ -7,22 +7,30 @@ with nothing to see gives zeros (see the numerics contract in the README).
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from aft.ops import eager, reference
+from aft.ops.checks import check_conv, check_mask, check_position_bias, check_sequence, check_window, shape
 from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem, without_autocast
 
 PositionBias = Tensor | tuple[Tensor, Tensor]
 QueryGate = Callable[[Tensor], Tensor]
 
-IMPLEMENTATIONS = {"reference": reference.mean, "eager": eager.mean}
+IMPLEMENTATIONS = {"reference": reference, "eager": eager}
 
 
 def available_impls() -> dict[str, str | None]:
     """Each ``impl`` by name: None where it can run here, else the reason why not."""
     return dict.fromkeys(IMPLEMENTATIONS)
+
+
+def implementation(impl: str) -> ModuleType:
+    """The module that ``impl`` names: its `mean` and `sums` solve a Problem. ValueError names the choices."""
+    check_impl(impl)
+    return IMPLEMENTATIONS["eager" if impl == "auto" else impl]
 
 
 def check_impl(impl: str) -> None:
@@ -156,9 +164,11 @@ def aft_conv(
 
 def gated_mean(problem: Problem, q: Tensor, query_gate: QueryGate | None, impl: str) -> Tensor:
     """Solves the problem with the chosen implementation and gates it by q [B, T, D]: [B, T, D]."""
-    check_impl(impl)
-    mean = IMPLEMENTATIONS["eager" if impl == "auto" else impl](problem)
-    dtype = problem.values.dtype
+    return gated(implementation(impl).mean(problem), q, query_gate, problem.values.dtype)
+
+
+def gated(mean: Tensor, q: Tensor, query_gate: QueryGate | None, dtype: torch.dtype) -> Tensor:
+    """query_gate(q) * mean, computed in float32 or wider and returned as ``dtype``."""
     if query_gate is None:
         return mean.to(dtype)
     with without_autocast(q):
@@ -198,10 +208,7 @@ def local_problem(
 ) -> Problem:
     """The validated arguments of `aft_local`."""
     name = "aft_local"
-    if isinstance(window_size, bool) or not isinstance(window_size, int):
-        raise TypeError(f"{name}: window_size must be an int, got {type(window_size).__name__}")
-    if window_size < 1:
-        raise ValueError(f"{name}: window_size must be at least 1, got {window_size}")
+    check_window(name, window_size)
     return _sequence_problem(name, q, k, v, position_bias, window_size, causal, key_padding_mask, attn_mask)
 
 
@@ -216,41 +223,18 @@ def conv_problem(
 ) -> Problem:
     """The validated arguments of `aft_conv`, positions flattened."""
     name = "aft_conv"
-    _check_floating(name, q=q, k=k, v=v, kernel=kernel)
-    if kernel.ndim not in (2, 3):
-        raise ValueError(f"{name}: kernel must be [H, K] or [H, Ky, Kx], got {_shape(kernel)}")
+    check_conv(name, q, k, v, kernel)
     space = kernel.ndim - 1
-    layout = "[B, T, D]" if space == 1 else "[B, Y, X, D]"
-    for label, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != space + 2:
-            raise ValueError(
-                f"{name}: {label} must be {layout} for a kernel {_shape(kernel)}, got {_shape(x)}"
-            )
-    heads = kernel.shape[0]
-    if k.shape[-1] != heads:
-        raise ValueError(
-            f"{name}: k must have one channel a head, {heads} for kernel {_shape(kernel)}; got k {_shape(k)}"
-        )
-    if 0 in kernel.shape or v.shape[-1] % heads:
-        raise ValueError(
-            f"{name}: the channels of v must be a multiple of the kernel's heads and no kernel may be empty, "
-            f"got v {_shape(v)} and kernel {_shape(kernel)}"
-        )
-    if k.shape[:-1] != v.shape[:-1] or q.shape[0] != v.shape[0] or q.shape[-1] != v.shape[-1]:
-        raise ValueError(
-            f"{name}: q {layout}, k and v must agree in batch, k and v in positions, q and v in channels; "
-            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
-        )
     query_grid, key_grid = _grid(q), _grid(v)
     if space == 2 and causal and query_grid[1] != key_grid[1]:
         raise ValueError(
-            f"{name}: causal over a grid needs rows of one width, got q {_shape(q)} and v {_shape(v)}"
+            f"{name}: causal over a grid needs rows of one width, got q {shape(q)} and v {shape(v)}"
         )
     if space == 2 and isinstance(key_padding_mask, Tensor):
         if key_padding_mask.shape != k.shape[:-1]:
             raise ValueError(
-                f"{name}: key_padding_mask must be {tuple(k.shape[:-1])} as k {_shape(k)}, "
-                f"got {_shape(key_padding_mask)}"
+                f"{name}: key_padding_mask must be {tuple(k.shape[:-1])} as k {shape(k)}, "
+                f"got {shape(key_padding_mask)}"
             )
         key_padding_mask = key_padding_mask.flatten(1)
     planar = kernel[:, None] if space == 1 else kernel
@@ -272,21 +256,10 @@ def _sequence_problem(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> Problem:
-    """q [B, T, D] and k, v [B, S, D], which must fit each other and the bias."""
-    _check_floating(name, q=q, k=k, v=v)
-    for label, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3:
-            raise ValueError(
-                f"{name}: {label} must be [B, {'T' if label == 'q' else 'S'}, D], got {_shape(x)}"
-            )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"{name}: q must be [B, T, D] and k, v [B, S, D] with the same B and D, "
-            f"got q {_shape(q)}, k {_shape(k)}, v {_shape(v)}"
-        )
+    check_sequence(name, q, k, v)
     bias: Bias = None
     if position_bias is not None or name != "aft_simple":
-        bias = _position_bias(name, position_bias, q.shape[0], q.shape[1], k.shape[1])
+        bias = check_position_bias(name, position_bias, q.shape[0], q.shape[1], k.shape[1])
     return _problem(name, q, k, v, bias, window_size, causal, key_padding_mask, attn_mask)
 
 
@@ -302,42 +275,13 @@ def _problem(
     attn_mask: Tensor | None,
 ) -> Problem:
     B, T, S = q.shape[0], q.shape[1], k.shape[1]
-    _check_mask(name, "key_padding_mask", key_padding_mask, {"[B, S]": (B, S)})
-    _check_mask(name, "attn_mask", attn_mask, {"[T, S]": (T, S), "[B, T, S]": (B, T, S)})
+    check_mask(name, "key_padding_mask", key_padding_mask, {"[B, S]": (B, S)})
+    check_mask(name, "attn_mask", attn_mask, {"[T, S]": (T, S), "[B, T, S]": (B, T, S)})
     tensors = [q, k, v, *_tensors(bias), *(m for m in (key_padding_mask, attn_mask) if m is not None)]
     devices = {x.device for x in tensors}
     if len(devices) > 1:
         raise ValueError(f"{name}: all tensors must be on one device, got {sorted(map(str, devices))}")
     return Problem(k, v, T, bias, window_size, causal, key_padding_mask, attn_mask)
-
-
-def _position_bias(name: str, position_bias: object, B: int, T: int, S: int) -> Bias:
-    if isinstance(position_bias, Tensor):
-        _check_floating(name, position_bias=position_bias)
-        if position_bias.shape not in ((T, S), (B, T, S)):
-            raise ValueError(
-                f"{name}: position_bias must be [T, S] = ({T}, {S}) or [B, T, S] = ({B}, {T}, {S}), "
-                f"got {_shape(position_bias)}"
-            )
-        return DenseBias(position_bias)
-    if not isinstance(position_bias, tuple | list) or len(position_bias) != 2:
-        raise TypeError(
-            f"{name}: position_bias must be a tensor or a pair (u [T, R], v [S, R]), "
-            f"got {type(position_bias).__name__}"
-        )
-    left, right = position_bias
-    _check_floating(name, **{"position_bias[0]": left, "position_bias[1]": right})
-    if (
-        left.ndim != 2
-        or right.ndim != 2
-        or (left.shape[0], right.shape[0]) != (T, S)
-        or left.shape[1] != right.shape[1]
-    ):
-        raise ValueError(
-            f"{name}: a low-rank position_bias must be (u [T, R], v [S, R]) with T = {T}, S = {S} and one R, "
-            f"got {_shape(left)} and {_shape(right)}"
-        )
-    return LowRankBias(left, right)
 
 
 def _tensors(bias: Bias) -> list[Tensor]:
@@ -352,32 +296,6 @@ def _tensors(bias: Bias) -> list[Tensor]:
             return []
 
 
-def _check_floating(name: str, **tensors: Tensor) -> None:
-    for label, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: {label} must be a tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name}: {label} must be of a floating-point dtype, got {x.dtype}")
-
-
-def _check_mask(name: str, label: str, mask: Tensor | None, shapes: dict[str, tuple[int, ...]]) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name}: {label} must be a bool tensor {_either(shapes)}, True = hidden; got {got}")
-    if tuple(mask.shape) not in shapes.values():
-        raise ValueError(f"{name}: {label} must be {_either(shapes)}, got {_shape(mask)}")
-
-
-def _either(shapes: dict[str, tuple[int, ...]]) -> str:
-    return " or ".join(f"{letters} = {tuple(map(int, shape))}" for letters, shape in shapes.items())
-
-
 def _grid(x: Tensor) -> tuple[int, int]:
     """(rows, columns) of [B, T, D] (one row) or [B, Y, X, D]."""
     return (1, x.shape[1]) if x.ndim == 3 else (x.shape[1], x.shape[2])
-
-
-def _shape(x: Tensor) -> str:
-    return str(tuple(x.shape))

@@ -8,18 +8,22 @@ import torch
 from torch import Tensor
 
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
-from aft.ops.state import largest
+from aft.ops.sums import Sums, largest
 
 
 def mean(problem: Problem) -> Tensor:
     """The weighted mean of the values, [B, T, D] in float64: equations 2 and 4 to 6 before the query gate."""
     with without_autocast(problem.keys):
-        values = problem.values.double().unflatten(2, (problem.keys.shape[2], problem.head_channels))
-        absent = torch.isneginf(problem.keys)
-        if problem.key_padding_mask is not None:
-            absent = absent | problem.key_padding_mask[:, :, None]
-        values = values.masked_fill(absent[..., None], 0.0)
-        return torch.einsum("btsh,bshp->bthp", weights(problem), values).flatten(2)
+        return torch.einsum("btsh,bshp->bthp", weights(problem), _values(problem)).flatten(2)
+
+
+def sums(problem: Problem) -> Sums:
+    """The sums of each query, num [B, T, H, P], the others [B, T, H], float64."""
+    with without_autocast(problem.keys):
+        exponent, top_key, top_bias = _exponents(problem)
+        terms = torch.exp(exponent)
+        num = torch.einsum("btsh,bshp->bthp", terms, _values(problem))
+        return Sums(num, terms.sum(2), top_key, top_bias)
 
 
 def weights(problem: Problem) -> Tensor:
@@ -28,21 +32,41 @@ def weights(problem: Problem) -> Tensor:
     Row t of channel h sums to 1 over the keys, or to 0 where the query has nothing to see.
     """
     with without_autocast(problem.keys):
-        keys = problem.keys.double()
-        hidden = _hidden(problem)
-        keys, bias = torch.broadcast_tensors(keys[:, None].masked_fill(hidden, 0.0), _bias(problem))
-        hidden = (hidden | torch.isneginf(bias)).expand(keys.shape)
-        if hidden.shape[2] == 0:
-            return keys.masked_fill(hidden, 0.0)
-        # The exponents relative to the largest, keys and biases apart: a bias of 1e38 would swallow the keys.
-        keys, bias = (x.masked_fill(hidden, 0.0) for x in (keys, bias))
-        with torch.no_grad():
-            peak = largest(bias.masked_fill(hidden, -torch.inf), keys, 2)
-        exponent = (keys - keys.detach().gather(2, peak)) + (bias - bias.detach().gather(2, peak))
+        exponent = _exponents(problem)[0]
         # softmax over an empty set is 0 / 0; its entries are replaced before and after.
-        empty = hidden.all(2, keepdim=True)
-        exponent = exponent.masked_fill(hidden & ~empty, -torch.inf)
-        return torch.softmax(exponent, 2).masked_fill(empty, 0.0)
+        empty = torch.isneginf(exponent).all(2, keepdim=True)
+        return torch.softmax(exponent.masked_fill(empty, 0.0), 2).masked_fill(empty, 0.0)
+
+
+def _exponents(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """k + w of each pair relative to the row's largest, [B, T, S, H], and that one's key and bias [B, T, H].
+
+    A hidden pair is -inf, and so is the largest key of a row with nothing to see. They stay apart because a
+    bias of 1e38 would swallow the keys.
+    """
+    keys = problem.keys.double()
+    hidden = _hidden(problem)
+    keys, bias = torch.broadcast_tensors(keys[:, None].masked_fill(hidden, 0.0), _bias(problem))
+    hidden = (hidden | torch.isneginf(bias)).expand(keys.shape)
+    if hidden.shape[2] == 0:
+        nothing = keys.new_zeros(*keys.shape[:2], keys.shape[3])
+        return keys, nothing - torch.inf, nothing
+    keys, bias = (x.masked_fill(hidden, 0.0) for x in (keys, bias))
+    with torch.no_grad():
+        peak = largest(bias.masked_fill(hidden, -torch.inf), keys, 2)
+        top_key, top_bias = keys.gather(2, peak), bias.gather(2, peak)
+    exponent = ((keys - top_key) + (bias - top_bias)).masked_fill(hidden, -torch.inf)
+    top_key = top_key.masked_fill(hidden.all(2, keepdim=True), -torch.inf)
+    return exponent, top_key[:, :, 0], top_bias[:, :, 0]
+
+
+def _values(problem: Problem) -> Tensor:
+    """[B, S, H, P] in float64, 0 where the key is absent: it may be NaN there."""
+    values = problem.values.double().unflatten(2, (problem.keys.shape[2], problem.head_channels))
+    absent = torch.isneginf(problem.keys)
+    if problem.key_padding_mask is not None:
+        absent = absent | problem.key_padding_mask[:, :, None]
+    return values.masked_fill(absent[..., None], 0.0)
 
 
 def _bias(problem: Problem) -> Tensor:
@@ -56,7 +80,7 @@ def _bias(problem: Problem) -> Tensor:
         case LowRankBias(left, right):
             table = (left.double() @ right.double().T)[None, :, :, None]
         case KernelBias():
-            return _kernel_table(problem.bias)
+            return _kernel_table(problem.bias)[:, :T, :S]
     if problem.window_size is None:
         return table
     time = torch.arange(max(T, S), device=table.device)

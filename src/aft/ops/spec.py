@@ -73,6 +73,7 @@ class Problem:
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context in which ``x``'s device computes in the dtypes it is given."""
-    if torch.amp.is_autocast_available(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
     return nullcontext()

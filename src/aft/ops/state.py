@@ -1,71 +1,207 @@
-"""Partial sums of an AFT mean, and how two of them become one."""
+"""What a causal operation remembers of the keys it has seen, to go on from there."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 
 class AFTState(NamedTuple):
-    """The sums over a set of keys, each scaled by exp(-(max + bias_max)) so that none overflows.
+    r"""The past of a causal operation: sums of the old keys, and the recent ones as they are.
 
-    ``num`` [..., N, P] is sum_s exp(x_s - max - bias_max) v_s and ``den`` [..., N] is
-    sum_s exp(x_s - max - bias_max), for x = k + w; both float32 or wider. ``max`` [..., N] is the key and
-    ``bias_max`` [..., N], float64, the bias of an exponent close to the largest. They stay apart because in
-    their sum the larger swallows the smaller: in float32 already at 1e4. An empty set is (0, 0, -inf, 0).
+    A key counts with a position bias only for its last R positions; older ones are in the sums for good, so
+    that the state does not grow. R is 0 for AFT-simple, ``window_size - 1`` for AFT-local and
+    ``kernel_size - 1`` for AFT-conv. AFT-full has a bias for every pair: it keeps all keys and values, sums
+    none of them (num, den and max are [B, 0, 0], [B, 0] and
+    [B, 0]), and grows with the sequence.
+
+    Symbol                                     field     shape          dtype
+    sum_s exp(k_s - max) v_s, over old keys    num       [B, N, P]      float64
+    sum_s exp(k_s - max)                       den       [B, N]         float64
+    max_s k_s, -inf where there are none       max       [B, N]         float64
+    k_s of the last R positions, oldest first  keys      [B, R, N]      that of k
+    v_s of the same                            values    [B, R, N * P]  that of v
+    positions seen                             length    [B]            int64
+
+    N counts channels of keys (H for AFT-conv, else D), P channels of values for each of them. Slots that a
+    sequence has not filled yet come first, with keys of -inf (absent) and values of 0. The sums are float64
+    because a term of 1 is lost in a float32 sum of 10^7, and long before that each addition rounds alike.
+
+    A pytree of tensors whose first dimension is the batch; save it as ``state._asdict()`` and restore it as
+    ``AFTState(**tensors)``.
     """
 
     num: Tensor
     den: Tensor
     max: Tensor
-    bias_max: Tensor
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+    @property
+    def grows(self) -> bool:
+        """Whether it keeps every key, as AFT-full's does: then there are no sums, not even empty ones."""
+        return self.num.shape[1:] == (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors, in bytes."""
+        return sum(x.nbytes for x in self)
+
+    def detach(self) -> Self:
+        """The state without its history: gradients end here."""
+        return self._make(x.detach() for x in self)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """The state on another device; dtypes stay as they are."""
+        return self._make(x.to(device, non_blocking=non_blocking) for x in self)
+
+    def select(self, rows: Tensor) -> Self:
+        """The sequences that an index [B'] of int64 names, in its order, as often as it names them."""
+        return self._make(x.index_select(0, rows.to(x.device)) for x in self)
+
+
+def empty_state(keys: Tensor, values: Tensor, recent: int | None) -> AFTState:
+    """The state before the first position, for keys [B, ..., N] and values [B, ..., N * P] to come.
+
+    ``recent`` is R; None keeps every key and sums none, which is AFT-full.
+    """
+    B, N = keys.shape[0], keys.shape[-1]
+    summed, P = (0, 0) if recent is None else (N, head_channels(N, values.shape[-1]))
+    wide = {"dtype": torch.float64, "device": keys.device}
+    return AFTState(
+        torch.zeros(B, summed, P, **wide),
+        torch.zeros(B, summed, **wide),
+        torch.full((B, summed), -torch.inf, **wide),
+        keys.new_full((B, recent or 0, N), -torch.inf),
+        values.new_zeros(B, recent or 0, values.shape[-1]),
+        torch.zeros(B, dtype=torch.int64, device=keys.device),
+    )
+
+
+def extend(state: AFTState, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> AFTState:
+    """The state after n more positions with keys [B, n, N] and values [B, n, N * P], 0 where a key is -inf.
+
+    ``padding`` [B] counts the positions at the end of each row that are none: they leave no trace.
+    """
+    n, recent = keys.shape[1], state.keys.shape[1]
+    length = state.length + n
+    if padding is not None:
+        length = length - padding
+        keys, values = torch.cat([state.keys, keys], 1), torch.cat([state.values, values], 1)
+        keys, values = _shift(keys, padding, -torch.inf), _shift(values, padding, 0.0)
+        if state.grows:
+            return state._replace(keys=keys, values=values, length=length)
+        state = with_keys(state, keys[:, :n], values[:, :n])
+        keys, values = _copy(keys[:, n:]), _copy(values[:, n:])
+    elif state.grows:
+        keys, values = torch.cat([state.keys, keys], 1), torch.cat([state.values, values], 1)
+    elif n == 1 and recent:
+        state = with_key(state, state.keys[:, 0], state.values[:, 0])
+        keys, values = torch.cat([state.keys[:, 1:], keys], 1), torch.cat([state.values[:, 1:], values], 1)
+    elif n < recent:
+        state = with_keys(state, state.keys[:, :n], state.values[:, :n])
+        keys, values = torch.cat([state.keys[:, n:], keys], 1), torch.cat([state.values[:, n:], values], 1)
+    else:
+        old = n - recent
+        state = with_keys(with_keys(state, state.keys, state.values), keys[:, :old], values[:, :old])
+        keys, values = _copy(keys[:, old:]), _copy(values[:, old:])
+    return state._replace(keys=keys, values=values, length=length)
 
 
 def combine(first: AFTState, second: AFTState) -> AFTState:
-    """The state of the union of two disjoint sets of keys; associative, commutative, exact at any scale."""
-    ahead = (first.bias_max - second.bias_max) + (first.max - second.max)
-    # Two empty sets are neither ahead nor behind.
-    ahead = ahead.masked_fill(ahead.isnan(), 0.0)
-    is_first = ahead >= 0
-    a = torch.exp(ahead.clamp(max=0.0).to(first.den.dtype))
-    b = torch.exp((-ahead).clamp(max=0.0).to(second.den.dtype))
-    return AFTState(
-        num=first.num * a[..., None] + second.num * b[..., None],
-        den=first.den * a + second.den * b,
-        max=torch.where(is_first, first.max, second.max),
-        bias_max=torch.where(is_first, first.bias_max, second.bias_max),
-    )
+    """The state of two neighbouring pieces of a sequence from those of each: associative, O(R N P).
 
+    Keys of the first piece that are no longer recent go to the sums. AFT-full sums none: its keys are laid
+    end to end.
 
-def empty_state(like: Tensor, *shape: int, values: int) -> AFTState:
-    """States [shape] of no keys, with ``values`` channels of values; device and dtype of ``like``."""
-    return AFTState(
-        like.new_zeros(*shape, values),
-        like.new_zeros(shape),
-        like.new_full(shape, -torch.inf),
-        torch.zeros(shape, dtype=torch.float64, device=like.device),
-    )
-
-
-def scan(state: AFTState, dim: int) -> AFTState:
-    """Running union along ``dim``: entry i of the result holds entries 0 to i. log2(length) passes."""
-    length = state.max.shape[dim]
-    step = 1
-    while step < length:
-        later = AFTState(*(x.narrow(dim, step, length - step) for x in state))
-        earlier = AFTState(*(x.narrow(dim, 0, length - step) for x in state))
-        joined = combine(earlier, later)
-        state = AFTState(
-            *(torch.cat([x.narrow(dim, 0, step), y], dim) for x, y in zip(state, joined, strict=True))
+    Raises:
+        ValueError: the states are of different operations or sizes.
+    """
+    shapes = [(state.num.shape, state.keys.shape[2:], state.values.shape[2:]) for state in (first, second)]
+    recent = first.keys.shape[1]
+    if shapes[0] != shapes[1] or not (first.grows or recent == second.keys.shape[1]):
+        raise ValueError(
+            "combine: both states must be of one operation, got "
+            + " and ".join(
+                f"num {tuple(x.num.shape)}, keys {tuple(x.keys.shape)}, values {tuple(x.values.shape)}"
+                for x in (first, second)
+            )
         )
-        step *= 2
-    return state
+    slots = second.keys.shape[1]
+    fresh = second.length.clamp(max=slots)
+    empty = (slots - fresh)[:, None]
+    keys, values = torch.cat([first.keys, second.keys], 1), torch.cat([first.values, second.values], 1)
+    # The slots that the second has not filled lie in the middle: what is before them moves up.
+    slot = torch.arange(keys.shape[1], device=keys.device)
+    source = torch.where(slot >= recent + empty, slot, slot - empty)
+    keys, values = _take(keys, source, -torch.inf), _take(values, source, 0.0)
+    length = first.length + second.length
+    if first.grows:
+        return first._replace(keys=keys, values=values, length=length)
+    state = with_keys(first, keys[:, :slots], values[:, :slots])
+    num, den, top = _union(state, second.num, second.den, second.max)
+    return AFTState(num, den, top, _copy(keys[:, slots:]), _copy(values[:, slots:]), length)
 
 
-def largest(bias: Tensor, keys: Tensor, dim: int) -> Tensor:
-    """Where bias + keys is largest along ``dim`` (kept), whatever their scales; -inf is passed over."""
-    bias, keys = torch.broadcast_tensors(bias, keys)
-    index = (bias + keys).argmax(dim, keepdim=True)
-    # Where one part is huge the sum has lost the other: look again, relative to what was found.
-    relative = (bias - bias.gather(dim, index)) + (keys - keys.gather(dim, index))
-    return relative.masked_fill(relative.isnan(), -torch.inf).argmax(dim, keepdim=True)
+def with_key(state: AFTState, key: Tensor, value: Tensor) -> AFTState:
+    """`with_keys` of a single key [B, N] and its value [B, N * P], in fewer operations."""
+    key, value = key.double(), by_key(value.double(), key.shape[1])
+    num, den, top = _union(state, value, torch.ones_like(key), key)
+    return state._replace(num=num, den=den, max=top)
+
+
+def with_keys(state: AFTState, keys: Tensor, values: Tensor) -> AFTState:
+    """The state with keys [B, n, N] and values [B, n, N * P] in its sums too; a key of -inf adds nothing."""
+    if keys.shape[1] == 0:
+        return state
+    # All in float64: the gradient of a key is a difference of terms, and values may be of any size.
+    keys = keys.double()
+    top = keys.detach().amax(1)
+    terms = torch.exp(keys - finite(top)[:, None])
+    num = (terms[..., None] * by_key(values, keys.shape[2])).sum(1)
+    num, den, top = _union(state, num, terms.sum(1), top)
+    return state._replace(num=num, den=den, max=top)
+
+
+def _union(state: AFTState, num: Tensor, den: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The state's sums and others of the same form, as one: num, den and max.
+
+    The result's max is a constant to autograd, whatever it was computed from: the sums are relative to it.
+    """
+    largest = torch.maximum(state.max, top).detach()
+    origin = finite(largest)
+    a, b = torch.exp(state.max - origin), torch.exp(top - origin)
+    num = torch.addcmul(state.num * a[..., None], num, b[..., None])
+    return num, torch.addcmul(state.den * a, den, b), largest
+
+
+def head_channels(N: int, D: int) -> int:
+    """P, how many of D channels of values belong to each of N channels of keys."""
+    return D // N if N else 1
+
+
+def by_key(values: Tensor, N: int) -> Tensor:
+    """[..., N * P] as [..., N, P]."""
+    return values.unflatten(-1, (N, head_channels(N, values.shape[-1])))
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Its own memory: a view would keep the whole piece that it is a part of."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def finite(x: Tensor) -> Tensor:
+    """-inf, the largest of nothing, as a number far below all others: what it is taken from stays -inf."""
+    return x.clamp(min=torch.finfo(x.dtype).min)
+
+
+def _shift(x: Tensor, by: Tensor, fill: float) -> Tensor:
+    """[B, L, C] moved ``by`` [B] positions towards the end; what moves out is lost."""
+    return _take(x, torch.arange(x.shape[1], device=x.device) - by[:, None], fill)
+
+
+def _take(x: Tensor, source: Tensor, fill: float) -> Tensor:
+    """x [B, L, C] at positions ``source`` [B, L'], ``fill`` where that is negative."""
+    taken = x.gather(1, source.clamp(min=0)[..., None].expand(-1, -1, x.shape[2]))
+    return taken.masked_fill((source < 0)[..., None], fill)

@@ -2,13 +2,14 @@
 
 On a block the weights factor: exp(w + k) = exp(w - a) exp(k - b) exp(a + b), so the sums over keys are one
 matrix product, ``exp(w - a) @ exp(k - b) [v, 1]``, and the blocks of a row are joined by their maxima, as in
-`aft.ops.state.combine`. The factors lose nothing while the biases of a row or the keys of a channel stay
+`aft.ops.sums.join`. The factors lose nothing while the biases of a row or the keys of a channel stay
 within e^60 of each other; entries where both are wider are summed again, element by element, in float64
 (where a key and a bias of 1e4 still have digits for their sum). The choice is made for each (row, channel)
 from what that row sees, so no future key and no other sequence changes a single bit of it.
 
 The same factors give the backward pass. With p the normalised weights, g the gradient of the mean y, and
-c = g . y:  dv = sum_t p g,  dk = v . dv - sum_t p c,  dw = sum_channels p (g . v - c).
+c = g . y:  dv = sum_t p g,  dk = v . dv - sum_t p c,  dw = sum_channels p (g . v - c). A gradient h of the
+logarithm of the denominator adds p h to those of k and w: it is taken off c.
 
 Keys are [G, S, N] and values [G, S, N, P] in float32 or float64: G groups of N channels that share a bias, P
 channels of values for each channel of keys.
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from aft.ops.bias_blocks import BlockSource, add_pieces, pieces
-from aft.ops.state import AFTState, combine, empty_state, largest, scan
+from aft.ops.sums import Sums, join, largest, no_sums, scan
 from aft.ops.tiles import TILE, Blocks, Far, Plan
 
 # How far, in nats, factors may lie from their reference: e^60 squared still fits float32's range of e^88
@@ -36,19 +37,19 @@ DIAGONAL_SPREAD = 30.0
 CPU_BUDGET, DEVICE_BUDGET = 1 << 18, 1 << 22
 
 
-def forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, AFTState]:
+def forward(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> tuple[Tensor, Sums]:
     """mean [G, T, N, P] and the sums it is a quotient of; a query with nothing to see gives 0.
 
     The mean takes the place of num in the sums: nobody needs both.
     """
     total = _block_sums(keys, values, source, plan, T)
     if plan.far is not None:
-        total = AFTState(*(x.contiguous() for x in total))  # written to below
+        total = Sums(*(x.contiguous() for x in total))  # written to below
         far = _far_sums(keys, values, plan.far)
         for rows in _spans(T, total.num):
-            near = AFTState(*(x[:, rows] for x in total))
-            seen = AFTState(*(_spread(x[:, _tiles_of(rows)], rows.stop - rows.start) for x in far))
-            _write(near, combine(near, seen))
+            near = Sums(*(x[:, rows] for x in total))
+            seen = Sums(*(_spread(x[:, _tiles_of(rows)], rows.stop - rows.start) for x in far))
+            _write(near, join(near, seen))
     mean = total.num.div_(_nonzero(total.den)[..., None])
     return mean, total._replace(num=mean)
 
@@ -60,16 +61,21 @@ def backward(
     source: BlockSource,
     plan: Plan,
     result: Tensor,
-    sums: AFTState,
+    sums: Sums,
+    grad_log_den: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values, in their dtype; that of the bias is left in ``source``.
 
-    ``result`` [G, T, N, P] and ``sums`` (of which num is not read) are those of `forward`.
+    ``result`` [G, T, N, P] and ``sums`` (of which num is not read) are those of `forward`; ``grad_log_den``
+    [G, T, N] is the gradient of log sum_s exp(k + w), where that is asked for too.
     """
     source.allocate(keys.dtype)
     # The normalised weights are exp(x - max - bias_max) / den, and 0 in a row that saw nothing.
     seen = (sums.den > 0)[..., None]
-    upstream = torch.cat([grad, -(grad * result).sum(-1, keepdim=True)], -1)
+    of_weights = -(grad * result).sum(-1, keepdim=True)
+    if grad_log_den is not None:
+        of_weights += grad_log_den[..., None]
+    upstream = torch.cat([grad, of_weights], -1)
     upstream.masked_fill_(~seen, 0.0).div_(_nonzero(sums.den)[..., None])
     top = _Peak(sums.max.masked_fill(~seen[..., 0], torch.inf), sums.bias_max)
     grad_keys, grad_values = keys.new_zeros(keys.shape), values.new_zeros(values.shape)
@@ -248,14 +254,14 @@ def _exact_blocks(
         yield rows, channels, bias[..., None], keys[:, :, None], values
 
 
-def _sums(factors: _Factors, values: Tensor) -> AFTState:
+def _sums(factors: _Factors, values: Tensor) -> Sums:
     """The sums of the blocks' weights: num [G, n, R, N, P], den, max and bias_max [G, n, R, N]."""
     total = _product(factors.row, _with_one(factors.column, values))
     num, den = total[..., :-1], total[..., -1]
     key, bias = (x.expand(den.shape) for x in factors.peak)
     if factors.exact is None:
-        return AFTState(num, den, key, bias)
-    state = AFTState(num, den, key.clone(), bias.clone())
+        return Sums(num, den, key, bias)
+    state = Sums(num, den, key.clone(), bias.clone())
     for rows, channels, w, k, v in _exact_blocks(factors, values):
         peak = largest(w, k, 3)
         w, k = torch.broadcast_tensors(w, k)
@@ -263,7 +269,7 @@ def _sums(factors: _Factors, values: Tensor) -> AFTState:
         weight = torch.exp((w - top_bias) + (k - top_key))
         sums = weight.sum(3)
         top_key = top_key[:, :, :, 0].masked_fill(sums == 0, -torch.inf)
-        exact = AFTState(torch.einsum("gbrcn,gbcnp->gbrnp", weight, v), sums, top_key, top_bias[:, :, :, 0])
+        exact = Sums(torch.einsum("gbrcn,gbcnp->gbrnp", weight, v), sums, top_key, top_bias[:, :, :, 0])
         at = (slice(None), slice(None), rows[:, None], channels)
         where = factors.exact[at]
         for whole, part in zip(state, exact, strict=True):
@@ -272,7 +278,7 @@ def _sums(factors: _Factors, values: Tensor) -> AFTState:
     return state
 
 
-def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> AFTState:
+def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T: int) -> Sums:
     """For each query, the sums over the keys in the plan's blocks: [G, T, N] states."""
     G, _, N = keys.shape
     P = values.shape[-1]
@@ -281,15 +287,14 @@ def _block_sums(keys: Tensor, values: Tensor, source: BlockSource, plan: Plan, T
         factors = _factor(source.read(blocks), _columns(keys, blocks), blocks.triangular)
         sums = _sums(factors, _columns(values, blocks))
         if blocks.count == 1 and blocks.rows == T and blocks.fresh:
-            total = AFTState(*(x.squeeze(1) for x in sums))  # a short sequence is one block: nothing to join
+            total = Sums(*(x.squeeze(1) for x in sums))  # a short sequence is one block: nothing to join
             continue
         if total is None:
-            total = empty_state(keys, G, T, N, values=P)
-        elif not total.max.is_contiguous():
-            total = AFTState(*(x.contiguous() for x in total))  # written to below
-        rows = AFTState(*(_rows(x, blocks) for x in total))
-        _write(rows, sums if blocks.fresh else combine(rows, sums))
-    return empty_state(keys, G, T, N, values=P) if total is None else total
+            total = no_sums(keys, G, T, N, values=P)
+        total = Sums(*(x.contiguous() for x in total))  # written to below
+        rows = Sums(*(_rows(x, blocks) for x in total))
+        _write(rows, sums if blocks.fresh else join(rows, sums))
+    return no_sums(keys, G, T, N, values=P) if total is None else total
 
 
 def _exact_backward(
@@ -309,16 +314,16 @@ def _exact_backward(
         dw[:, :, rows] += flow.sum(4).to(dw.dtype)
 
 
-def _write(views: AFTState, sums: AFTState) -> None:
+def _write(views: Sums, sums: Sums) -> None:
     """Puts sums where views of a larger state are."""
     for view, part in zip(views, sums, strict=True):
         view.copy_(part)
 
 
-def _far_sums(keys: Tensor, values: Tensor, far: Far) -> AFTState:
+def _far_sums(keys: Tensor, values: Tensor, far: Far) -> Sums:
     """For each tile of queries, the sums over the tiles of keys where its bias is zero: [G, tiles, N]."""
     tiles = _joined(_tile_sums(keys[:, rows], values[:, rows]) for rows in _spans(keys.shape[1], values))
-    return combine(_union_before(tiles, far.before), _union_from(tiles, far.after))
+    return join(_union_before(tiles, far.before), _union_from(tiles, far.after))
 
 
 def _far_backward(
@@ -338,7 +343,7 @@ def _far_backward(
     tiles = range(-(-S // TILE))
     behind = tuple(sum(bound <= j for bound in far.before) for j in tiles)
     ahead = tuple(sum(bound <= j for bound in far.after) for j in tiles)
-    flow = combine(_union_from(queries, behind), _union_before(queries, ahead))
+    flow = join(_union_from(queries, behind), _union_before(queries, ahead))
     for rows in _spans(S, values):
         column, peak = _tile_columns(keys[:, rows])
         tile = _tiles_of(rows)
@@ -354,9 +359,9 @@ def _spans(length: int, like: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + at_once, length)) for start in range(0, length, at_once))
 
 
-def _joined(spans: Iterator[AFTState]) -> AFTState:
+def _joined(spans: Iterator[Sums]) -> Sums:
     """The states of consecutive spans of tiles as those of all tiles."""
-    return AFTState(*(torch.cat(parts, 1) for parts in zip(*spans, strict=True)))
+    return Sums(*(torch.cat(parts, 1) for parts in zip(*spans, strict=True)))
 
 
 def _tiled(x: Tensor, padding: float) -> Tensor:
@@ -374,14 +379,14 @@ def _tile_columns(keys: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(tiles - _finite(peak)[:, :, None]).flatten(1, 2)[:, : keys.shape[1]], peak
 
 
-def _tile_sums(keys: Tensor, values: Tensor) -> AFTState:
+def _tile_sums(keys: Tensor, values: Tensor) -> Sums:
     """The state of each tile of `TILE` keys without a bias: [G, tiles, N]."""
     column, peak = _tile_columns(keys)
     total = _tiled(_with_one(column, values), 0.0).sum(2)
-    return AFTState(total[..., :-1], total[..., -1], peak, torch.zeros_like(peak, dtype=torch.float64))
+    return Sums(total[..., :-1], total[..., -1], peak, torch.zeros_like(peak, dtype=torch.float64))
 
 
-def _query_tile_sums(top: _Peak, upstream: Tensor) -> AFTState:
+def _query_tile_sums(top: _Peak, upstream: Tensor) -> Sums:
     """The state of each tile of `TILE` queries for `_far_backward`; a query that saw nothing is absent."""
     keys, biases = _tiled(-top.key, -torch.inf), _tiled(-top.bias, 0.0)
     peak = largest(biases, keys, 2)
@@ -389,31 +394,31 @@ def _query_tile_sums(top: _Peak, upstream: Tensor) -> AFTState:
     weight = torch.exp(((biases - top_bias) + (keys - _finite(top_key))).to(upstream.dtype))
     total = (weight[..., None] * _tiled(upstream, 0.0)).sum(2)
     # The denominator is not asked for: exchanged sums are not divided.
-    return AFTState(total, weight.sum(2), top_key[:, :, 0], top_bias[:, :, 0])
+    return Sums(total, weight.sum(2), top_key[:, :, 0], top_bias[:, :, 0])
 
 
-def _union_before(tiles: AFTState, bounds: tuple[int, ...]) -> AFTState:
+def _union_before(tiles: Sums, bounds: tuple[int, ...]) -> Sums:
     """Entry i: the union of tiles 0 to bounds[i] - 1."""
     return _pick(_after_empty(scan(tiles, 1)), bounds)
 
 
-def _union_from(tiles: AFTState, bounds: tuple[int, ...]) -> AFTState:
+def _union_from(tiles: Sums, bounds: tuple[int, ...]) -> Sums:
     """Entry i: the union of the tiles from bounds[i] on."""
-    reverse = AFTState(*(x.flip(1) for x in tiles))
+    reverse = Sums(*(x.flip(1) for x in tiles))
     count = tiles.max.shape[1]
     return _pick(_after_empty(scan(reverse, 1)), tuple(count - bound for bound in bounds))
 
 
-def _after_empty(states: AFTState) -> AFTState:
+def _after_empty(states: Sums) -> Sums:
     """The states with an empty one put before them."""
     G, _, N, P = states.num.shape
-    empty = empty_state(states.num, G, 1, N, values=P)
-    return AFTState(*(torch.cat([x, y], 1) for x, y in zip(empty, states, strict=True)))
+    empty = no_sums(states.num, G, 1, N, values=P)
+    return Sums(*(torch.cat([x, y], 1) for x, y in zip(empty, states, strict=True)))
 
 
-def _pick(states: AFTState, index: tuple[int, ...]) -> AFTState:
+def _pick(states: Sums, index: tuple[int, ...]) -> Sums:
     at = torch.tensor(index, dtype=torch.long, device=states.max.device)
-    return AFTState(*(x.index_select(1, at) for x in states))
+    return Sums(*(x.index_select(1, at) for x in states))
 
 
 def _tiles_of(rows: slice) -> slice:
