@@ -288,7 +288,7 @@ def test_scoring_keeps_the_mode_and_refuses_nonsense() -> None:
 
 def test_run_directory_holds_everything(finished: Path, text: str) -> None:
     names = {path.name for path in finished.iterdir()}
-    weights = {"model.safetensors", "config.json", "generation_config.json"}
+    weights = {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"}
     assert names == weights | {"recipe.json", "metrics.jsonl", "curve.png", "checkpoints"}
     assert [path.name for path in (finished / "checkpoints").iterdir()] == ["checkpoint-8"]
     assert not list(finished.rglob("*training_args*"))

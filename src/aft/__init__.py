@@ -1,25 +1,42 @@
 """The Attention Free Transformer (arXiv 2105.14103): operations, layers and models.
 
 Names are loaded when first used, so that importing the package costs nothing: ``aft.AFTFull`` needs torch,
-``aft.AFTForCausalLM`` the extra ``models``.
+``aft.AFTForCausalLM`` the extra ``models``. Transformers' Auto classes and pipelines know the models from
+then on, whichever of the two is imported first.
 """
 
 from importlib import import_module, metadata
 from typing import Any
 
+from aft.auto_classes import announce
+
 __version__ = metadata.version("attention-free")
 
 _HOMES = {
-    "aft.ops": ("AFTState", "aft_conv", "aft_full", "aft_local", "aft_simple", "available_impls"),
+    "aft.ops": (
+        "AFTState",
+        "aft_conv",
+        "aft_conv_step",
+        "aft_full",
+        "aft_full_step",
+        "aft_local",
+        "aft_local_step",
+        "aft_simple",
+        "aft_simple_step",
+        "available_impls",
+        "combine",
+    ),
     "aft.layers": ("AFTConv1d", "AFTConv2d", "AFTFull", "AFTLocal", "AFTSimple"),
     "aft.integrations.convert": ("convert",),
     "aft.models": (
+        "AFTCache",
         "AFTConfig",
         "AFTForCausalLM",
         "AFTForImageClassification",
         "AFTImageConfig",
         "AFTImageModel",
         "AFTModel",
+        "AFTTokenizer",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -37,3 +54,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME_OF])
+
+
+announce()

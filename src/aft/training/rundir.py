@@ -28,9 +28,10 @@ CURVE = "curve.png"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 PROCESSOR = "preprocessor_config.json"
+TOKENIZER = "tokenizer_config.json"
 CHECKPOINTS = "checkpoints"
 STAGING = ".staging"
-MODEL_FILES = (CONFIG, "generation_config.json", PROCESSOR, WEIGHTS)
+MODEL_FILES = (CONFIG, "generation_config.json", PROCESSOR, TOKENIZER, WEIGHTS)
 _OWN = {RECIPE, METRICS, CURVE, CHECKPOINTS, *MODEL_FILES}
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, RandomSampler, Sampler, default_collate
 
 from aft.data import ByteWindows, distinct_bytes, encode, open_bytes, split_bytes, standard_library_source
 from aft.data.splits import check_lengths
-from aft.models import AFTConfig, AFTForCausalLM
+from aft.models import AFTConfig, AFTForCausalLM, AFTTokenizer
 from aft.training import rundir
 from aft.training.errors import RunError
 from aft.training.evaluation import score
@@ -95,7 +95,7 @@ class ByteTask(Task):
         return score(model, tokens, before=before, rank=rank, world_size=world_size)
 
     def save_processor(self, folder: Path) -> None:
-        pass  # a token is a byte, or the config's alphabet says which
+        AFTTokenizer(self.alphabet).save_pretrained(folder)
 
     @classmethod
     def evaluate(cls, run: Path, model: AFTForCausalLM, request: EvaluationRequest) -> Evaluation:
