@@ -116,36 +116,6 @@ def test_initial_values_survive_construction_through_transformers():
     assert 0.8 < conv.model.layers[0].mixer.kernel.std() < 1.2
 
 
-def test_greedy_generation_is_the_argmax_of_the_whole_context_again(model):
-    """Also past the last position, where the context slides."""
-    x = tokens(2, 18)
-    got = model.generate(x, max_new_tokens=10, do_sample=False)
-    for _ in range(10):
-        x = torch.cat([x, model(x[:, -24:]).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(got, x)
-
-
-def test_left_padded_prompts_generate_as_alone(model):
-    short, long = tokens(1, 6), tokens(1, 10)
-    batch = torch.cat([torch.nn.functional.pad(short, (4, 0)), long])
-    mask = torch.ones_like(batch)
-    mask[0, :4] = 0
-    options = {"max_new_tokens": 8, "do_sample": False}
-    together = model.generate(batch, attention_mask=mask, **options)
-    assert torch.equal(together[:1, 4:], model.generate(short, **options))
-    assert torch.equal(together[1:], model.generate(long, **options))
-
-
-def test_beams_and_samples(model):
-    x = tokens(1, 6)
-    beams = model.generate(x, max_new_tokens=5, num_beams=3, num_return_sequences=2, do_sample=False)
-    assert beams.shape == (2, 11)
-    torch.manual_seed(3)
-    first = model.generate(x, max_new_tokens=5, do_sample=True, top_k=4)
-    torch.manual_seed(3)
-    assert torch.equal(model.generate(x, max_new_tokens=5, do_sample=True, top_k=4), first)
-
-
 def test_gradient_checkpointing_changes_nothing(model):
     x = tokens()
     model.train()

@@ -1,11 +1,15 @@
 """The block that all models here are stacks of, and the mixers that it can hold."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from aft.models.cache import AFTCacheLayer
+from aft.ops.state import AFTState, empty_state, extend
 
 MIXERS = ("full", "simple", "local", "conv", "attention")
 
@@ -36,12 +40,35 @@ class SelfAttention(nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        q, k, v = (
-            project(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
+        return self._attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), is_causal=self.causal), None
+
+    def step(
+        self,
+        x: Tensor,
+        state: AFTState | None = None,
+        key_padding_mask: None = None,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, AFTState]:
+        """n more positions [B, n, D], as the AFT layers' `step`; the state is every key and value."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        padding = None if lengths is None else x.shape[1] - lengths
+        if state is None:
+            # Padding comes last, where causal attention does not look.
+            state = empty_state(k, v, None)
+            return self._attend(q, k, v, is_causal=True), extend(state, k, v, padding)
+        past = state.keys.shape[1]
+        slot = torch.arange(past + x.shape[1], device=x.device)
+        query = past + torch.arange(x.shape[1], device=x.device)
+        seen = (slot >= past - state.length[:, None, None]) & (slot <= query[:, None])
+        keys, values = torch.cat([state.keys, k], 1), torch.cat([state.values, v], 1)
+        # Empty slots hold keys of -inf, whose scores would be NaN before they are hidden.
+        keys = keys.masked_fill(torch.isneginf(keys), 0.0)
+        return self._attend(q, keys, values, attn_mask=seen[:, None]), extend(state, k, v, padding)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        q, k, v = (x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, **options)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class AFTBlock(GradientCheckpointingLayer):
@@ -68,8 +95,18 @@ class AFTBlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = drop_path
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self._kept(self.dropout(self.mixer(self.mixer_norm(x))[0]))
+    def forward(
+        self, x: Tensor, memory: AFTCacheLayer | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        """[B, n, ..., D] to the same; with a ``memory`` these are n more positions, ``lengths`` [B] of them
+        not padding, and it is brought up to date."""
+        if memory is None:
+            mixed = self.mixer(self.mixer_norm(x))[0]
+        else:
+            mixed, memory.state = self.mixer.step(  # pyrefly: ignore[not-callable]
+                self.mixer_norm(x), memory.state, lengths=lengths
+            )
+        x = x + self._kept(self.dropout(mixed))
         hidden = self.activation(self.mlp_in(self.mlp_norm(x)))
         return x + self._kept(self.dropout(self.mlp_out(hidden)))
 

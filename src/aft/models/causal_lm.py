@@ -1,16 +1,26 @@
 """A causal model over bytes or sub-pixels, native to Transformers: the paper's block around any mixer."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers import initialization as init
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 
 from aft.layers import AFTConv1d, AFTFull, AFTLocal, AFTSimple
 from aft.models.blocks import AFTBlock, SelfAttention
+from aft.models.cache import AFTCache, window_start
 from aft.models.configuration import AFTConfig
 
 
@@ -38,6 +48,7 @@ class AFTPreTrainedModel(PreTrainedModel):
     config_class = AFTConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _is_stateful = True  # a state cannot be put back: assisted generation is refused by name
     _no_split_modules = ["AFTBlock"]  # noqa: RUF012 (Transformers reads a list)
 
     @torch.no_grad()
@@ -77,53 +88,115 @@ class AFTModel(AFTPreTrainedModel):
         self.embed_tokens = value
 
     @can_return_tuple
+    @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        cache: AFTCache | None = None,
+        use_cache: bool | None = None,
         output_hidden_states: bool = False,
         **_: Any,
-    ) -> BaseModelOutput:
-        """Hidden states [B, T, D] of tokens [B, T] or of their embeddings [B, T, D].
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, n, D] of tokens [B, n] or of their embeddings [B, n, D].
 
-        ``attention_mask`` [B, T] is 0 at padding, which is taken out before the layers run, so that padding
-        on any side changes neither positions nor results; hidden states at padding have no meaning.
+        Args:
+            attention_mask: [B, n], or [B, columns of the cache + n] as `generate` has it; 0 at padding, which
+                is taken out before the layers run, so that padding on any side changes neither positions nor
+                results. The hidden state at padding is that of the token before it.
+            cache: what was read before, brought up to date in place; the new tokens continue it.
+            use_cache: whether to return a cache; as the configuration says where left out, except in
+                training. A cache that was given is returned in any case.
+
+        Raises:
+            ValueError: a sequence is longer than the model has positions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids [B, T] or inputs_embeds [B, T, D]")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        B, T = x.shape[:2]
-        longest = self.config.max_position_embeddings
-        if longest < T:
-            raise ValueError(f"the model's positions end at {longest}, got a sequence of {T}")
-        order = None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if cache is None and use_cache and not (self.gradient_checkpointing and self.training):
+            cache = AFTCache(self.config)
+        if cache is not None and not isinstance(cache, AFTCache):
+            raise TypeError(f"cache must be an aft.models.AFTCache, got {type(cache).__name__}")
+        columns = x.shape[1]
+        compact, lengths = None, None
         if attention_mask is not None:
-            if attention_mask.shape != (B, T):
-                raise ValueError(
-                    f"attention_mask must be [B, T] = ({B}, {T}), got {tuple(attention_mask.shape)}"
-                )
-            # Causal layers do not see what comes later: with padding moved to the end no mask is needed.
-            order = torch.sort(attention_mask.eq(0).byte(), dim=1, stable=True).indices[..., None]
-            x = x.gather(1, order.expand_as(x))
-        x = self.dropout(x + self.embed_positions.weight[:T])
+            compact = _Compact(attention_mask, x.shape[0], columns, 0 if cache is None else cache.columns)
+            x, lengths = compact.pack(x), compact.lengths
+            if columns > self.config.max_position_embeddings:  # but fewer, perhaps, without padding
+                x = x[:, : int(lengths.max())]
+        x = self.dropout(x + self._positions(x, lengths, cache))
         states = [x]
-        for layer in self.layers:
-            x = layer(x)
+        memories = [None] * len(self.layers) if cache is None else cache.layers
+        for layer, memory in zip(self.layers, memories, strict=True):
+            x = layer(x, memory, lengths)
             states.append(x)
+        if cache is not None:
+            cache.columns += columns
         states[-1] = self.norm(x)
-        if order is not None:
-            states = [torch.empty_like(x).scatter(1, order.expand_as(x), x) for x in states]
-        return BaseModelOutput(
-            last_hidden_state=states[-1], hidden_states=tuple(states) if output_hidden_states else None
+        if compact is not None:
+            states = [compact.unpack(x) for x in states]
+        return BaseModelOutputWithPast(
+            last_hidden_state=states[-1],
+            cache=cache,
+            hidden_states=tuple(states) if output_hidden_states else None,
         )
+
+    def _positions(self, x: Tensor, lengths: Tensor | None, cache: AFTCache | None) -> Tensor:
+        """Position embeddings of new tokens [B, n, D], ``lengths`` of them not padding; counts them."""
+        n, longest = x.shape[1], self.config.max_position_embeddings
+        place = None if cache is None or cache.states[0] is None else cache.states[0].length
+        before = 0 if cache is None else cache.longest
+        end = before + n
+        if lengths is not None:
+            end = int((lengths if place is None else place + lengths).max()) if len(x) else 0
+        if end > longest:
+            raise ValueError(f"the model's positions end at {longest}, got a sequence of {end}")
+        if cache is not None:
+            cache.longest = end
+        if place is None and n <= longest:
+            return self.embed_positions.weight[:n]
+        place = x.new_zeros(1, dtype=torch.int64) if place is None else place
+        # What lies beyond the last position is padding.
+        place = (place[:, None] + torch.arange(n, device=x.device)).clamp(max=longest - 1)
+        return self.embed_positions(place)
+
+
+class _Compact:
+    """Rows of tokens with padding anywhere, and the same with all padding at their end.
+
+    Causal layers do not see what comes later: with padding there no mask is needed.
+    """
+
+    def __init__(self, attention_mask: Tensor, B: int, n: int, columns: int):
+        if attention_mask.shape not in ((B, n), (B, columns + n)):
+            all_columns = f" or ({B}, {columns + n})" if columns else ""
+            raise ValueError(
+                f"attention_mask must be [B, T] = ({B}, {n}){all_columns}, got {tuple(attention_mask.shape)}"
+            )
+        padding = attention_mask[:, attention_mask.shape[1] - n :].eq(0)
+        self.order = torch.sort(padding.byte(), dim=1, stable=True).indices[..., None]
+        self.place = ((~padding).cumsum(1) - 1).clamp(min=0)[..., None]
+        self.lengths = (~padding).sum(1)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """x [B, n, C], its padding moved to the end."""
+        return x.gather(1, self.order.expand_as(x))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Packed x [B, n, C] where its tokens were; padding repeats the token before it."""
+        return x.gather(1, self.place.expand(-1, -1, x.shape[2]))
 
 
 class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     """`AFTModel` with a linear head that predicts the next token.
 
-    ``generate`` runs the whole context again for each token, and past ``max_position_embeddings`` slides over
-    the last that many tokens.
+    `generate` reads each token once and keeps an `AFTCache`. Where a text outgrows
+    ``max_position_embeddings`` it is read again from a later start, see `aft.models.cache.window_start`:
+    with a cache or without, the context is the same.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -135,6 +208,7 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @can_return_tuple
+    @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -142,18 +216,25 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
+        cache: AFTCache | None = None,
+        use_cache: bool | None = None,
         output_hidden_states: bool = False,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab_size], and the mean loss in nats a token where labels are given.
 
         ``labels`` [B, T] are shifted here (position t predicts label t + 1), ``shift_labels`` [B, T] are not
         (position t predicts label t); -100 is not counted. ``logits_to_keep``: the last n > 0
-        positions only, or those that a tensor names.
+        positions only, or those that a tensor names. The others as `AFTModel`.
         """
         outputs = self.model(
-            input_ids, attention_mask, inputs_embeds, output_hidden_states=output_hidden_states
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            cache=cache,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -162,14 +243,105 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits, labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels, **kwargs
             )
-        return CausalLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
+        )
+
+    def stream(
+        self, prompt: Tensor | Sequence[int], max_new_tokens: int | None = None, **options: Any
+    ) -> Iterator[int]:
+        """The tokens that follow a prompt, one by one, without `generate`'s overhead around each.
+
+        Arguments and errors are those of `aft.models.streaming.stream`.
+        """
+        # A stream runs on a model, so that its module imports this one.
+        from aft.models.streaming import stream
+
+        return stream(self, prompt, max_new_tokens, **options)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        cache: AFTCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool = False,
+        use_cache: bool | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
+        """What `generate` runs next: the tokens that the cache has not read, or a new window of them."""
+        inputs = kwargs | {"cache": cache, "use_cache": use_cache, "logits_to_keep": 1}
+        new = slice(None if next_sequence_length is None else -next_sequence_length, None)
+        if inputs_embeds is not None and is_first_iteration:
+            return inputs | {"inputs_embeds": inputs_embeds[:, new], "attention_mask": attention_mask}
         longest = self.config.max_position_embeddings
-        mask = None if attention_mask is None else attention_mask[:, -longest:]
-        return {"input_ids": input_ids[:, -longest:], "attention_mask": mask, "logits_to_keep": 1}
+        tokens = input_ids[:, new]
+        columns = 0 if cache is None else cache.columns
+        if _end(tokens, cache, attention_mask, longest) > longest:
+            total = columns + tokens.shape[1]
+            if input_ids.shape[1] != total:
+                raise ValueError(
+                    f"generate: the model's positions end at {longest}; to go past them it takes all tokens "
+                    f"from the start as one prompt (no prefill_chunk_size, no inputs_embeds), "
+                    f"got {input_ids.shape[1]} of {total}"
+                )
+            first, attention_mask = _window(input_ids, attention_mask, longest)
+            tokens = input_ids[:, first:]
+            if cache is not None:
+                cache.reset()
+                cache.columns = first
+        if attention_mask is not None and attention_mask[:, -tokens.shape[1] :].all():
+            attention_mask = None
+        return inputs | {"input_ids": tokens, "attention_mask": attention_mask}
+
+    def _prepare_cache_for_generation(  # pyrefly: ignore[bad-override] (nobody reads what it returns)
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        if generation_config.is_assistant:
+            raise ValueError(
+                f"{type(self).__name__} cannot assist another model: its state cannot forget rejected tokens"
+            )
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation must be left out, {type(self).__name__} keeps an AFTCache; "
+                f"got {generation_config.cache_implementation!r}"
+            )
+        given = model_kwargs.get("cache")
+        if given is not None and not isinstance(given, AFTCache):
+            raise TypeError(f"cache must be an aft.models.AFTCache, got {type(given).__name__}")
+        if given is not None:
+            given._is_user_defined = True  # what Transformers marks its own caches with
+        elif generation_config.use_cache is not False:
+            model_kwargs["cache"] = AFTCache(self.config)
+
+
+def _end(tokens: Tensor, cache: AFTCache | None, attention_mask: Tensor | None, longest: int) -> int:
+    """Positions of the longest sequence once ``tokens`` [B, n] are read, padding not counted."""
+    n = tokens.shape[1]
+    at_most = n if cache is None else cache.longest + n
+    if at_most <= longest or attention_mask is None:
+        return at_most
+    new = attention_mask[:, -n:].sum(1)
+    state = None if cache is None else cache.states[0]
+    return int((new if state is None else new + state.length).max())
+
+
+def _window(input_ids: Tensor, attention_mask: Tensor | None, longest: int) -> tuple[int, Tensor | None]:
+    """The context of tokens [B, L] that do not fit: its first column, and the mask [B, L - first] of what is
+    in it. Each sequence begins where it would alone."""
+    if attention_mask is None:
+        return window_start(input_ids.shape[1], longest), None
+    place = attention_mask.cumsum(1)
+    begins = [window_start(length, longest) for length in place[:, -1].tolist()]
+    inside = attention_mask.bool() & (place > torch.tensor(begins, device=place.device)[:, None])
+    first = int(inside.any(0).int().argmax())
+    return first, inside[:, first:].to(attention_mask.dtype)
 
 
 AutoConfig.register("aft", AFTConfig, exist_ok=True)

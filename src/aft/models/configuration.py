@@ -35,6 +35,7 @@ class AFTConfig(PreTrainedConfig):
     """
 
     model_type = "aft"
+    keys_to_ignore_at_inference = ("cache",)
 
     vocab_size: int = 256
     hidden_size: int = 256
@@ -53,7 +54,7 @@ class AFTConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     alphabet: list[int] | None = None
     image_shape: list[int] | None = None
-    use_cache: bool = False
+    use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None

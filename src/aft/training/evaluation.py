@@ -95,7 +95,7 @@ def _cost(model: AFTForCausalLM, text: np.ndarray, batch: list[Window]) -> tuple
     """Nats and number of the predictions that a batch of windows counts."""
     pieces = np.stack([text[window.start : window.end + 1] for window in batch]).astype(np.int64)
     pieces = torch.from_numpy(pieces).to(model.device)
-    logits = model(input_ids=pieces[:, :-1]).logits
+    logits = model(input_ids=pieces[:, :-1], use_cache=False).logits
     # MPS has no float64; there the sum over a window is float32 and only the sum over windows is wider.
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
     nats = F.cross_entropy(logits.to(wide).transpose(1, 2), pieces[:, 1:], reduction="none")

@@ -35,7 +35,7 @@ def score_pixels(
                 torch.stack([item[name] for item in items]).to(model.device)
                 for name in ("input_ids", "shift_labels")
             )
-            logits = model(input_ids=inputs).logits
+            logits = model(input_ids=inputs, use_cache=False).logits
             wide = torch.float32 if logits.device.type == "mps" else torch.float64
             cost = F.cross_entropy(logits.to(wide).transpose(1, 2), labels, reduction="sum")
             nats, count = nats + float(cost), count + labels.numel()

@@ -182,6 +182,8 @@ def _continue(
     for first in range(0, len(known), batch_size):
         batch = torch.from_numpy(known[first : first + batch_size].astype(np.int64))
         inputs = torch.nn.functional.pad(batch, (1, 0), value=START).to(model.device)
-        output = model.generate(inputs, generation_config=choice, max_new_tokens=missing, streamer=streamer)
+        output = model.generate(
+            inputs, generation_config=choice, max_new_tokens=missing, use_cache=True, streamer=streamer
+        )
         drawn.append(output[:, 1:].cpu().numpy())
     return np.concatenate(drawn)
