@@ -1,6 +1,7 @@
 """`generate()` with a cache of states, as users of Transformers know it, and the cache itself."""
 
 import copy
+import pickle
 from threading import Thread
 
 import pytest
@@ -388,3 +389,133 @@ def test_two_branches_from_one_cache(model):
     for piece, logits in ((y, first), (z, second)):
         whole = model(torch.cat([x, piece], 1), use_cache=False).logits[:, -1:]
         torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)
+
+
+# Single tokens of one sequence, which leave the modules for the short way
+
+
+def one_by_one(model, x, cache):
+    """Logits of each token of x [1, n], read alone and without gradients."""
+    with torch.no_grad():
+        return torch.cat([model(token, cache=cache).logits for token in x.split(1, 1)], 1)
+
+
+def whole(model, x):
+    with torch.no_grad():
+        return model(x, use_cache=False).logits
+
+
+def begun(model, x):
+    """A cache that has read x [1, n] and gone the short way for a while."""
+    cache = AFTCache(model.config)
+    logits = one_by_one(model, x, cache)
+    assert cache.shortcut is not None
+    torch.testing.assert_close(logits, whole(model, x), atol=1e-5, rtol=1e-5)
+    return cache
+
+
+def test_the_short_way_and_back(model):
+    x = tokens(1, LONGEST)
+    cache = begun(model, x[:, :14])
+    assert cache.longest == cache.columns == 14
+    pieces = [
+        one_by_one(model, x[:, 14:16], cache),
+        model(x[:, 16:19], cache=cache).logits,  # with gradients, through the modules
+        one_by_one(model, x[:, 19:20], cache),
+        model(x[:, 20:21], cache=cache).logits,
+        one_by_one(model, x[:, 21:], cache),
+    ]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole(model, x)[:, 14:], atol=1e-5, rtol=1e-5)
+    assert not any(x.is_inference() for state in cache.states for x in state)
+    torch.cat(pieces, 1).sum().backward()
+    with pytest.raises(ValueError, match=f"positions end at {LONGEST}"):
+        one_by_one(model, x[:, :1], cache)
+
+
+def test_a_state_on_the_short_way_is_that_of_the_modules(model):
+    x = tokens(1, 17)
+    cache, other = begun(model, x), AFTCache(model.config)
+    whole = model(x, cache=other)
+    assert whole.cache is other
+    for short, long in zip(cache.states, other.states, strict=True):
+        assert torch.equal(short.length, long.length)
+        torch.testing.assert_close(short.keys, long.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(short.values, long.values, atol=1e-5, rtol=1e-5)
+        scale = torch.exp(short.max - long.max)  # sums may be relative to different keys
+        torch.testing.assert_close(short.den * scale, long.den, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(short.num * scale[..., None], long.num, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "other parameter", "loaded"])
+def test_new_weights_count_at_once(model, change):
+    x = tokens(1, 20)
+    cache = begun(model, x[:, :12])
+    linear = model.model.layers[0].mlp_in
+    new = linear.weight.detach() * 1.5
+    with torch.no_grad():
+        match change:
+            case "in place":
+                linear.weight.copy_(new)
+            case "data":
+                linear.weight.data = new
+            case "other parameter":
+                linear.weight = torch.nn.Parameter(new)
+            case "loaded":
+                model.load_state_dict(model.state_dict() | {"model.layers.0.mlp_in.weight": new})
+    branch = AFTCache(states=cache.states)
+    wanted = model(x[:, 12:], cache=branch).logits
+    got = one_by_one(model, x[:, 12:], cache)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_hooks_and_training_take_the_long_way(model):
+    x = tokens(1, 22)
+    cache = begun(model, x[:, :12])
+    seen = []
+    hook = model.model.layers[1].mlp_out.register_forward_hook(lambda *_: seen.append(1))
+    one_by_one(model, x[:, 12:14], cache)
+    assert len(seen) == 2
+    hook.remove()
+    for layer in model.model.layers:
+        layer.dropout.p = 0.5
+    model.train()
+    first = one_by_one(model, x[:, 14:15], copy.deepcopy(cache))
+    assert not torch.equal(first, one_by_one(model, x[:, 14:15], copy.deepcopy(cache)))
+
+
+@pytest.mark.parametrize("mixer", ["local", "full"])
+def test_biases_that_spread_too_far_take_the_long_way(mixer):
+    model = build(mixer)
+    with torch.no_grad():
+        model.model.layers[1].mixer.position_bias[17, 15] = 90.0
+    x = tokens(1, LONGEST)
+    cache = AFTCache(model.config)
+    logits = one_by_one(model, x, cache)
+    torch.testing.assert_close(logits, whole(model, x), atol=1e-5, rtol=1e-5)
+
+
+def test_copies_and_saved_caches_on_the_short_way(model):
+    x = tokens(1, 20)
+    cache = begun(model, x[:, :14])
+    wanted = whole(model, x)[:, 14:]
+    for branch in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), AFTCache(states=cache.states)):
+        torch.testing.assert_close(one_by_one(model, x[:, 14:], branch), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one_by_one(model, x[:, 14:], cache), wanted, atol=1e-5, rtol=1e-5)
+    assert cache.get_seq_length() == 20
+
+
+def test_another_model_may_take_a_cache_over(model):
+    x = tokens(1, 18)
+    cache = begun(model, x[:, :12])
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(
+        one_by_one(twin, x[:, 12:], cache), whole(model, x)[:, 12:], atol=1e-5, rtol=1e-5
+    )
+
+
+def test_several_sequences_take_the_long_way(model):
+    x, cache = tokens(2, 15), AFTCache(model.config)
+    with torch.no_grad():
+        logits = torch.cat([model(token, cache=cache).logits for token in x.split(1, 1)], 1)
+    assert cache.shortcut is None
+    torch.testing.assert_close(logits, whole(model, x), atol=1e-5, rtol=1e-5)

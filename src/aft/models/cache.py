@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from aft.ops.state import AFTState
+
+# Single tokens that go through a model's modules before `aft.models.shortcut` takes over: laying out the
+# weights for it takes as long as a few tokens do.
+PATIENCE = 8
 
 
 def window_start(length: int, longest: int) -> int:
@@ -24,18 +28,46 @@ def window_start(length: int, longest: int) -> int:
     return stride * math.ceil((length - longest) / stride)
 
 
+class Remembers(Protocol):
+    """What keeps a layer's past in another form."""
+
+    def state(self) -> AFTState:
+        """The past as a state."""
+        ...
+
+
 class AFTCacheLayer(CacheLayerMixin):
-    """What one layer remembers: ``state``, None before the first token."""
+    """What one layer remembers: ``state``, None before the first token.
+
+    While tokens come one by one, ``mixing`` may remember instead; reading the state ends that.
+    """
 
     supports_early_init = False
 
     def __init__(self, state: AFTState | None = None):
         super().__init__()
-        self.state = state
+        self._state = state
+        self.mixing: Remembers | None = None
+
+    @property
+    def state(self) -> AFTState | None:
+        if self.mixing is not None:
+            self.state = self.mixing.state()
+        return self._state
+
+    @state.setter
+    def state(self, state: AFTState | None) -> None:
+        self._state, self.mixing = state, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        self.__init__(content["state"])
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.state is None else len(self.state.length)
+        return -1 if self._state is None else len(self._state.length)
 
     def get_seq_length(self) -> int:
         """Positions of the longest sequence, padding not counted."""
@@ -109,6 +141,8 @@ class AFTCache(Cache):
             states = [None] * config.num_hidden_layers
         super().__init__(layers=[AFTCacheLayer(state) for state in states])
         self.longest = self.layers[0].get_seq_length()
+        self.shortcut: Any = None  # of `aft.models.shortcut`
+        self.patience = PATIENCE
         self.columns = self.longest if columns is None else columns
 
     @property
@@ -120,6 +154,12 @@ class AFTCache(Cache):
     def nbytes(self) -> int:
         """Memory of all states, in bytes."""
         return sum(state.nbytes for state in self.states if state is not None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"states": self.states, "columns": self.columns}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        self.__init__(**content)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns read, padding included: what follows in a batch is new."""

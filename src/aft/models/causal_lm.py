@@ -228,6 +228,11 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         (position t predicts label t); -100 is not counted. ``logits_to_keep``: the last n > 0
         positions only, or those that a tensor names. The others as `AFTModel`.
         """
+        more = (attention_mask, inputs_embeds, labels, shift_labels)
+        if cache is not None and not output_hidden_states and all(x is None for x in more):
+            logits = _next_logits(self, cache, input_ids)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, cache=cache)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -319,6 +324,22 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
             given._is_user_defined = True  # what Transformers marks its own caches with
         elif generation_config.use_cache is not False:
             model_kwargs["cache"] = AFTCache(self.config)
+
+
+def _next_logits(model: AFTForCausalLM, cache: AFTCache, token: Tensor | None) -> Tensor | None:
+    """Logits of a single token [1, 1] of inference by `aft.models.shortcut`, None where it does not apply."""
+    if token is None or token.shape != (1, 1) or not isinstance(cache, AFTCache):
+        return None
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled(token.device.type)
+    ):
+        return None
+    # It runs on a model, so that its module imports this one.
+    from aft.models.shortcut import next_logits
+
+    return next_logits(model, cache, token)
 
 
 def _end(tokens: Tensor, cache: AFTCache | None, attention_mask: Tensor | None, longest: int) -> int:

@@ -104,6 +104,13 @@ def check_floating(name: str, **tensors: Tensor) -> None:
             raise TypeError(f"{name}: {label} must be of a floating-point dtype, got {x.dtype}")
 
 
+def check_devices(name: str, *tensors: object) -> None:
+    """Raises unless all of these that are tensors are on one device."""
+    devices = {x.device for x in tensors if isinstance(x, Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"{name}: all tensors must be on one device, got {sorted(map(str, devices))}")
+
+
 def check_mask(name: str, label: str, mask: Tensor | None, shapes: dict[str, tuple[int, ...]]) -> None:
     if mask is None:
         return

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from aft.ops import eager, reference
-from aft.ops.checks import check_conv, check_mask, check_position_bias, check_sequence, check_window, shape
+from aft.ops.checks import (
+    check_conv,
+    check_devices,
+    check_mask,
+    check_position_bias,
+    check_sequence,
+    check_window,
+    shape,
+)
 from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem, without_autocast
 
 PositionBias = Tensor | tuple[Tensor, Tensor]
@@ -277,10 +285,7 @@ def _problem(
     B, T, S = q.shape[0], q.shape[1], k.shape[1]
     check_mask(name, "key_padding_mask", key_padding_mask, {"[B, S]": (B, S)})
     check_mask(name, "attn_mask", attn_mask, {"[T, S]": (T, S), "[B, T, S]": (B, T, S)})
-    tensors = [q, k, v, *_tensors(bias), *(m for m in (key_padding_mask, attn_mask) if m is not None)]
-    devices = {x.device for x in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"{name}: all tensors must be on one device, got {sorted(map(str, devices))}")
+    check_devices(name, q, k, v, *_tensors(bias), key_padding_mask, attn_mask)
     return Problem(k, v, T, bias, window_size, causal, key_padding_mask, attn_mask)
 
 

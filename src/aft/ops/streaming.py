@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from aft.ops import eager
 from aft.ops.checks import (
     check_conv,
+    check_devices,
     check_floating,
     check_mask,
     check_position_bias,
@@ -168,6 +169,7 @@ def aft_conv_step(
 class _Stream(ABC):
     """An operation's bias, as a stream asks for it."""
 
+    tensors: tuple[Tensor, ...] = ()  # that it is made of
     knows_place = False  # whether biases depend on where in the sequence they are
 
     @property
@@ -219,6 +221,7 @@ class _ByPlace(_Stream):
 
     def __init__(self, whole: DenseBias | LowRankBias):
         self.whole = whole
+        self.tensors = (whole.table,) if isinstance(whole, DenseBias) else (whole.left, whole.right)
 
     @property
     def reach(self) -> int:
@@ -284,7 +287,7 @@ class _Conv(_Stream):
     """Kernels [H, K] whose last cell lies on the query."""
 
     def __init__(self, kernel: Tensor):
-        self.kernel = kernel
+        self.kernel, self.tensors = kernel, (kernel,)
 
     @property
     def recent(self) -> int:
@@ -303,7 +306,7 @@ class _Grid(_Stream):
     knows_place = True
 
     def __init__(self, kernel: Tensor, width: int):
-        self.kernel, self.width = kernel, width
+        self.kernel, self.tensors, self.width = kernel, (kernel,), width
         height, across = kernel.shape[1:]
         self.anchor = ((height - 1) // 2, (across - 1) // 2)
 
@@ -347,6 +350,7 @@ def _step(
     if k.shape[1] != n:
         raise ValueError(f"{name}: q and k must have as many positions, got q {shape(q)} and k {shape(k)}")
     check_mask(name, "key_padding_mask", key_padding_mask, {"[B, n]": (B, n)})
+    check_devices(name, q, k, v, *stream.tensors, key_padding_mask, lengths)
     padding = None if lengths is None else n - _checked_lengths(name, lengths, B, n)
     with without_autocast(q):
         absent = torch.isneginf(k)
@@ -386,9 +390,11 @@ def _one(stream: _Stream, past: AFTState, k: Tensor, v: Tensor) -> Tensor:
         keys, bias = torch.cat([past.max[:, None], past.keys, k], 1), pad(bias, (0, 0, 1, 0))
     # Keys and biases are taken relative to their largest apart: in a sum the larger swallows the smaller.
     hidden = torch.isneginf(keys + bias)
-    top_key, top_bias = (x.detach().masked_fill(hidden, -torch.inf).amax(1, True) for x in (keys, bias))
+    top_key, top_bias = (torch.where(hidden, -torch.inf, x.detach()).amax(1, True) for x in (keys, bias))
     exponent = (keys - finite(top_key)) + (bias - finite(top_bias))
-    terms = torch.exp(exponent - finite(exponent.detach().amax(1, keepdim=True)))
+    # In place: a fresh temporary of this size may cost more than the arithmetic.
+    exponent -= finite(exponent.detach().amax(1, True))
+    terms = exponent.exp_()
     if past.grows:
         den, num = terms.sum(1), _weighted(terms, values)
     else:
@@ -503,10 +509,12 @@ def _check_state(name: str, state: AFTState, k: Tensor, v: Tensor, recent: int |
     slots = state.keys.shape[1] if recent is None and state.keys.ndim == 3 else recent
     sums, P = (B, summed), 0 if recent is None else head_channels(N, D)
     wanted = ((*sums, P), sums, sums, (B, slots, N), (B, slots, D), (B,))
-    for field, x, size in zip(state._fields, state, wanted, strict=True):
-        if x.shape != size or x.device != k.device:
+    dtypes = (*(torch.float64,) * 3, state.keys.dtype, state.values.dtype, torch.int64)
+    for field, x, size, dtype in zip(state._fields, state, wanted, dtypes, strict=True):
+        if x.shape != size or x.device != k.device or x.dtype != dtype:
             raise ValueError(
-                f"{name}: state.{field} must be {size} on {k.device}, got {shape(x)} on {x.device}: "
+                f"{name}: state.{field} must be {size} of {dtype} on {k.device}, "
+                f"got {shape(x)} of {x.dtype} on {x.device}: "
                 "is it another operation's, or of other sequences?"
             )
 

@@ -1,4 +1,4 @@
-"""Text from a model, byte by byte, through Transformers' `generate`."""
+"""Text from a model, byte by byte, as `AFTForCausalLM.stream` makes it."""
 
 import codecs
 import math
@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, set_seed
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig
 
 from aft.data import decode, encode
 from aft.models import AFTForCausalLM
@@ -50,23 +49,6 @@ class Utf8Writer:
             self._write(text)
 
 
-class _NewBytes(BaseStreamer):
-    """Passes on what `generate` appends; what it puts first is the prompt."""
-
-    def __init__(self, alphabet: list[int] | None, writer: Utf8Writer) -> None:
-        self._alphabet = alphabet
-        self._writer = writer
-        self._is_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._is_prompt:
-            self._writer.put(decode(value.flatten().tolist(), self._alphabet))
-        self._is_prompt = False
-
-    def end(self) -> None:
-        pass
-
-
 def generate_text(
     model: AFTForCausalLM,
     prompt: bytes,
@@ -88,8 +70,7 @@ def generate_text(
     writer = Utf8Writer(write)
     writer.put(prompt)
     if max_new_tokens:
-        set_seed(seed)
-        inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
-        streamer = _NewBytes(alphabet, writer)
-        model.generate(inputs, generation_config=choice, max_new_tokens=max_new_tokens, streamer=streamer)
+        start = torch.from_numpy(tokens.astype(np.int64))
+        for token in model.stream(start, max_new_tokens, generation_config=choice, seed=seed):
+            writer.put(decode([token], alphabet))
     writer.put(b"", last=True)
