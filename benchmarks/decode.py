@@ -41,6 +41,7 @@ BASELINE = "gpt2"
 POSITIONS = (64, 1024, 8192, 65536)
 PREFILLS = (1024, 8192)
 ROOM = 1024  # positions past the last of those
+WARM = 4  # tokens that `generate` makes before they are timed
 COLUMNS = ("model", "way", "position", "milliseconds", "ratio_to_gpt2", "state_bytes")
 Row = dict[str, Any]
 
@@ -117,7 +118,7 @@ def generating(model: Any, position: int, new_cache: Callable[[], Any]) -> Calla
 
     def seconds(count: int) -> list[float]:
         streamer = Times()
-        options = {"max_new_tokens": count + 3, "do_sample": False, "pad_token_id": 0}
+        options = {"max_new_tokens": count + WARM, "do_sample": False, "pad_token_id": 0}
         model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -125,7 +126,7 @@ def generating(model: Any, position: int, new_cache: Callable[[], Any]) -> Calla
             streamer=streamer,
             **options,
         )
-        return [after - before for before, after in itertools.pairwise(streamer.times[3:])]
+        return [after - before for before, after in itertools.pairwise(streamer.times[WARM:])]
 
     return seconds
 

@@ -409,7 +409,7 @@ def begun(model, x):
     """A cache that has read x [1, n] and gone the short way for a while."""
     cache = AFTCache(model.config)
     logits = one_by_one(model, x, cache)
-    assert cache.shortcut is not None
+    assert cache.shortcut
     torch.testing.assert_close(logits, whole(model, x), atol=1e-5, rtol=1e-5)
     return cache
 

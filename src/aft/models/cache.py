@@ -10,10 +10,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from aft.ops.state import AFTState
 
-# Single tokens that go through a model's modules before `aft.models.shortcut` takes over: laying out the
-# weights for it takes as long as a few tokens do.
-PATIENCE = 8
-
 
 def window_start(length: int, longest: int) -> int:
     """Where the context begins from which a token is predicted after ``length`` others.
@@ -141,8 +137,7 @@ class AFTCache(Cache):
             states = [None] * config.num_hidden_layers
         super().__init__(layers=[AFTCacheLayer(state) for state in states])
         self.longest = self.layers[0].get_seq_length()
-        self.shortcut: Any = None  # of `aft.models.shortcut`
-        self.patience = PATIENCE
+        self.shortcut: Any = None  # of `aft.models.shortcut`; False where there is none
         self.columns = self.longest if columns is None else columns
 
     @property
@@ -168,6 +163,7 @@ class AFTCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.columns = self.longest = 0
+        self.shortcut = self.shortcut or None  # one that the past ruled out may be tried again
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises NotImplementedError unless there is nothing to remove."""

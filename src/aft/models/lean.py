@@ -8,14 +8,16 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import GELUActivation
 
 from aft.layers import AFTConv1d, AFTFull, AFTLocal, AFTSimple
 from aft.layers.base import AFTLayer
 from aft.models.blocks import AFTBlock, SelfAttention
 from aft.models.causal_lm import AFTForCausalLM
-from aft.models.terms import SPREAD, GrowingTerms, RecentRows, TooWideError, WindowTerms
+from aft.models.terms import SLACK, SPREAD, GrowingTerms, RecentRows, TooWideError, WindowTerms
 from aft.ops.state import AFTState
 
+ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {GELUActivation: F.gelu}
 BLOCK = 64  # queries whose position biases are computed at once
 
 
@@ -56,14 +58,18 @@ class LeanModel:
         self._norm = _Norm(inner.norm, dtype)
         self._head = _Affine([model.lm_head], dtype, copy)
 
-    def past(self, states: Sequence[AFTState | None]) -> Past:
+    def past(self, states: Sequence[AFTState | None], *, keep: bool = False) -> Past:
         """The past of one sequence, from the state of each of the model's mixers (at least one token).
+
+        Args:
+            keep: be able to say the state again.
 
         Raises:
             TooWideError: position biases spread too far.
         """
         return [
-            block.mixing(cast(AFTState, state)) for block, state in zip(self._blocks, states, strict=True)
+            block.mixing(cast(AFTState, state), keep)
+            for block, state in zip(self._blocks, states, strict=True)
         ]
 
     def __call__(self, past: Past, token: int, position: int) -> Tensor:
@@ -136,11 +142,12 @@ class _Block:
         self._out = _Affine([mixer.out_proj], dtype, copy)
         self._mlp_in = _Affine([block.mlp_in], dtype, copy)
         self._mlp_out = _Affine([block.mlp_out], dtype, copy)
-        self._activation = block.activation
+        # A module without hooks is its function.
+        self._activation = ACTIVATIONS.get(type(block.activation), block.activation)
 
-    def mixing(self, state: AFTState) -> Mixing:
+    def mixing(self, state: AFTState, keep: bool) -> Mixing:
         """What mixes positions, going on from a state of one sequence."""
-        return MIXINGS[type(self._mixer)](self._mixer, state, self._projected)
+        return MIXINGS[type(self._mixer)](self._mixer, state, self._projected, keep)
 
     def __call__(self, x: Tensor, mixing: Mixing) -> Tensor:
         x_normal = self._mixer_norm(x)
@@ -153,19 +160,24 @@ class _Block:
 class _AFTMixing(Mixing):
     """The gated mean of an AFT layer for one query [D] after another, each with its own key and value.
 
-    ``projected`` are the places where a block puts these before each call.
+    ``projected`` are the places where a block puts these before each call. With ``keep`` the keys and values
+    of a state are kept beside their terms.
     """
 
-    def __init__(self, layer: AFTLayer, groups: int, state: AFTState, projected: Sequence[Tensor]):
+    def __init__(
+        self, layer: AFTLayer, groups: int, state: AFTState, projected: Sequence[Tensor], keep: bool
+    ):
         self._gate, self._key_activation = layer.query_gate, layer.key_activation
         keys = layer.k_proj.out_features
         self._shape = groups, keys // groups, layer.embed_dim // keys
         self._query = projected[0]
         self._key, self._value = projected[-2].view(self._shape[:2]), projected[-1].view(self._shape)
         self._dtype = self._query.dtype
-        self._begin, self._made = state, 0
-        rows = torch.cat([state.keys[0].to(self._dtype), state.values[0].to(self._dtype)], 1)
-        self._recent = RecentRows(rows) if len(rows) and not state.grows else None
+        self._begin, self._made, self._keep = state, 0, keep
+        self._recent = None
+        if keep and state.keys.shape[1] and not state.grows:
+            rows = torch.cat([state.keys[0], state.values[0]], 1)
+            self._recent = RecentRows(rows.to(self._dtype))
 
     def __call__(self) -> Tensor:
         key = self._key if self._key_activation is None else self._key_activation(self._key)
@@ -193,7 +205,7 @@ class _AFTMixing(Mixing):
 
     _terms: WindowTerms
 
-    def _window_terms(self, state: AFTState, window: int) -> WindowTerms:
+    def _window_terms(self, state: AFTState) -> WindowTerms:
         G, n, P = self._shape
         recent = state.keys.shape[1]
         return WindowTerms(
@@ -202,29 +214,31 @@ class _AFTMixing(Mixing):
             state.num.reshape(G, n, P),
             state.den.reshape(G, n),
             state.max.reshape(G, n),
-            window,
         )
 
 
 class _Simple(_AFTMixing):
-    def __init__(self, layer: AFTSimple, state: AFTState, projected: Sequence[Tensor]):
-        super().__init__(layer, 1, state, projected)
-        self._terms = self._window_terms(state, 0)
+    def __init__(self, layer: AFTSimple, state: AFTState, projected: Sequence[Tensor], keep: bool):
+        super().__init__(layer, 1, state, projected, keep)
+        self._terms = self._window_terms(state)
+        self._weights = torch.ones(SLACK, dtype=self._dtype, device=self._query.device)
 
     def _mean(self, key: Tensor, value: Tensor) -> Tensor:
         self._terms.append(key, value)
-        return self._terms.mean()
+        return self._terms.mean(self._weights)
 
 
 class _Conv(_AFTMixing):
     """Weights of a kernel stay: exp(w - top), and exp(-top) for what is outside it."""
 
-    def __init__(self, layer: AFTConv1d, state: AFTState, projected: Sequence[Tensor]):
-        super().__init__(layer, layer.num_heads, state, projected)
+    def __init__(self, layer: AFTConv1d, state: AFTState, projected: Sequence[Tensor], keep: bool):
+        super().__init__(layer, layer.num_heads, state, projected, keep)
         kernel = layer.position_kernel().double()
         (top,) = checked_top(kernel.flatten()[None]).tolist()
-        self._weights, self._old_weight = torch.exp(kernel - top)[:, None].to(self._dtype), math.exp(-top)
-        self._terms = self._window_terms(state, kernel.shape[1])
+        self._old_weight = math.exp(-top)
+        weights = with_old(torch.exp(kernel - top), self._old_weight).to(self._dtype)
+        self._weights = weights[0] if len(weights) == 1 else weights[:, None]
+        self._terms = self._window_terms(state)
 
     def _mean(self, key: Tensor, value: Tensor) -> Tensor:
         self._terms.append(key, value)
@@ -234,13 +248,13 @@ class _Conv(_AFTMixing):
 class _Local(_AFTMixing):
     """Weights of a window are made for `BLOCK` queries at a time."""
 
-    def __init__(self, layer: AFTLocal, state: AFTState, projected: Sequence[Tensor]):
-        super().__init__(layer, 1, state, projected)
+    def __init__(self, layer: AFTLocal, state: AFTState, projected: Sequence[Tensor], keep: bool):
+        super().__init__(layer, 1, state, projected, keep)
         self._layer = layer
         self._position = int(state.length)
         self._at = 0
         self._weights, self._old_weights = self._block()
-        self._terms = self._window_terms(state, layer.window_size)
+        self._terms = self._window_terms(state)
 
     def prepare(self) -> None:
         if self._at == len(self._old_weights):
@@ -254,16 +268,17 @@ class _Local(_AFTMixing):
         return self._terms.mean(self._weights[at], self._old_weights[at])
 
     def _block(self) -> tuple[Tensor, list[float]]:
-        """exp(w - top) [BLOCK, 1, 1, window], and exp(-top), for the queries from ``_position`` on."""
+        """Weights [BLOCK, SLACK - 1 + window], and old ones, for the queries from ``_position`` on."""
         bias = window_bias(self._layer, self._position, BLOCK)
         top = checked_top(bias)
-        weights = torch.exp(bias - top[:, None]).to(self._dtype)
-        return weights[:, None, None], torch.exp(-top).tolist()
+        old = torch.exp(-top)
+        weights = with_old(torch.exp(bias - top[:, None]), old[:, None]).to(self._dtype)
+        return weights, old.tolist()
 
 
 class _Full(_AFTMixing):
-    def __init__(self, layer: AFTFull, state: AFTState, projected: Sequence[Tensor]):
-        super().__init__(layer, 1, state, projected)
+    def __init__(self, layer: AFTFull, state: AFTState, projected: Sequence[Tensor], keep: bool):
+        super().__init__(layer, 1, state, projected, keep)
         self._all = GrowingTerms(state.keys.to(self._dtype), state.values.to(self._dtype))
         self._new: list[Tensor] = []
         self._table = layer.position_bias
@@ -283,7 +298,8 @@ class _Full(_AFTMixing):
         self._weights = torch.exp(bias - top).view(1, 1, S)
 
     def _mean(self, key: Tensor, value: Tensor) -> Tensor:
-        self._new.append(torch.cat([key, value.view(1, -1)], 1))
+        if self._keep:
+            self._new.append(torch.cat([key, value.view(1, -1)], 1))
         self._all.append(key, value)
         return self._all.mean(self._weights)
 
@@ -298,7 +314,7 @@ class _Full(_AFTMixing):
 class _Attention(Mixing):
     """Keys and values of all positions, in buffers [1, H, capacity, P] that double when they are full."""
 
-    def __init__(self, layer: SelfAttention, state: AFTState, projected: Sequence[Tensor]):
+    def __init__(self, layer: SelfAttention, state: AFTState, projected: Sequence[Tensor], keep: bool):
         self._query, self._key, self._value = (x.view(1, layer.num_heads, 1, -1) for x in projected)
         self._begin, self._length = state, state.keys.shape[1]
         self._keys, self._values = (
@@ -328,13 +344,19 @@ class _Attention(Mixing):
         return begin._replace(keys=keys, values=values, length=begin.length + made)
 
 
-MIXINGS: dict[type[nn.Module], Callable[[Any, AFTState, Sequence[Tensor]], Mixing]] = {
+MIXINGS: dict[type[nn.Module], Callable[[Any, AFTState, Sequence[Tensor], bool], Mixing]] = {
     AFTSimple: _Simple,
     AFTLocal: _Local,
     AFTConv1d: _Conv,
     AFTFull: _Full,
     SelfAttention: _Attention,
 }
+
+
+def with_old(weights: Tensor, old: Tensor | float) -> Tensor:
+    """Weights [G, W] of a window, and before them ``old`` for keys that left it: [G, SLACK - 1 + W]."""
+    before = weights.new_ones(len(weights), SLACK - 1) * old
+    return torch.cat([before, weights], 1)
 
 
 def checked_top(bias: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ something else reads it.
 import torch
 from torch import Tensor, nn
 
-from aft.models.cache import PATIENCE, AFTCache
+from aft.models.cache import AFTCache
 from aft.models.causal_lm import AFTForCausalLM
 from aft.models.decoder import is_plain, quiet
 from aft.models.lean import LeanModel, Past
@@ -22,20 +22,14 @@ def next_logits(model: AFTForCausalLM, cache: AFTCache, token: Tensor) -> Tensor
     """
     if cache.longest >= model.config.max_position_embeddings or not cache.longest:
         return None
-    way = cache.shortcut
-    if way is not None and not way.leads_through(model):
-        way = cache.shortcut = None
-        cache.patience = PATIENCE
-    if way is None:
-        cache.patience -= 1
-        # Below zero: there is no short way for this model, or was none before.
-        if cache.patience != 0 or not _is_short(model):
-            return None
-        way = cache.shortcut = Shortcut(model)
+    if cache.shortcut is None or (cache.shortcut and not cache.shortcut.leads_through(model)):
+        cache.shortcut = Shortcut(model) if _is_short(model) else False
+    if cache.shortcut is False:
+        return None
     try:
-        logits = way.next(cache, int(token))
+        logits = cache.shortcut.next(cache, int(token))
     except TooWideError:
-        cache.shortcut = None  # and no patience left: the modules do it from here on
+        cache.shortcut = False
         return None
     cache.longest += 1
     cache.columns += 1
@@ -76,7 +70,7 @@ class Shortcut:
         """
         if [layer.mixing for layer in cache.layers] != self._past:
             with torch.inference_mode():
-                self._past = self._lean.past(cache.states)
+                self._past = self._lean.past(cache.states, keep=True)
             for layer, mixing in zip(cache.layers, self._past, strict=True):
                 layer.mixing = mixing
         with quiet(self._model.device):

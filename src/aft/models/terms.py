@@ -19,6 +19,10 @@ CHUNK = 4096  # rows summed in one product: longer float32 sums lose digits
 SLACK = 8  # tokens between two moves of a window to the start of its buffer
 
 
+# Numerators [G, n, P] and denominators, [G, n, 1] to multiply with and [G, n].
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
 class TooWideError(Exception):
     """The position biases of a row spread by more than `SPREAD`, or are not finite."""
 
@@ -47,14 +51,14 @@ class Terms:
         # Where every key is absent any reference will do.
         top = torch.stack([x.to(self._dtype) for x in largest]).amax(0).nan_to_num(neginf=0.0)
         self._reference = top
-        self._term = top.new_empty(len(top), 1, self._numerators + self._n)
-        self._numerator = self._term[:, 0, : self._numerators].unflatten(1, (self._n, -1))
-        self._denominator = self._term[:, 0, self._numerators :]
-        self._weight = self._denominator[..., None]
         self._lift = torch.empty_like(top)
-        self._sums = torch.empty_like(self._term)
-        self._num = self._sums[:, 0, : self._numerators].unflatten(1, (self._n, -1))
-        self._den = self._sums[:, 0, self._numerators :, None]
+        self._sums = top.new_empty(len(top), 1, self._numerators + self._n)
+        self._num, self._den, _ = self._parts(self._sums[:, 0])
+
+    def _parts(self, row: Tensor) -> Parts:
+        """Views of a row [G, n * (P + 1)]."""
+        numerators, denominators = row[:, : self._numerators], row[:, self._numerators :]
+        return numerators.unflatten(1, (self._n, -1)), denominators[..., None], denominators
 
     def _terms(self, keys: Tensor, values: Tensor) -> Tensor:
         """Terms [G, S, n * (P + 1)] of keys [G, S, n] and values [G, S, n * P]."""
@@ -62,8 +66,8 @@ class Terms:
         num = weights[..., None] * values.unflatten(2, (self._n, -1))
         return torch.cat([num.flatten(2), weights], 2)
 
-    def _set_term(self, key: Tensor, value: Tensor) -> None:
-        """Makes ``_term`` that of one more key [G, n] with value [G, n, P]."""
+    def _set_term(self, row: Parts, key: Tensor, value: Tensor) -> None:
+        """Makes a row that of one more key [G, n] with value [G, n, P]."""
         lift = torch.sub(key, self._reference, out=self._lift)
         if lift.max().item() > LIFT:
             reference = torch.maximum(self._reference, key)
@@ -72,8 +76,9 @@ class Terms:
             self._scale(torch.cat([spread, factor], 1)[:, None])
             self._reference = reference
             torch.sub(key, reference, out=lift)
-        torch.exp(lift, out=self._denominator)
-        torch.mul(value, self._weight, out=self._numerator)
+        numerators, weights, denominators = row
+        torch.exp(lift, out=denominators)
+        torch.mul(value, weights, out=numerators)
 
     def _scale(self, factor: Tensor) -> None:
         """Multiplies what is kept by a factor [G, 1, n * (P + 1)]."""
@@ -83,55 +88,66 @@ class Terms:
 class WindowTerms(Terms):
     """Terms of the last ``window`` keys, and the sum of all older ones: memory and time O(window n P).
 
+    A key that has left the window keeps its row for up to `SLACK` tokens, weighing what all old ones do.
+
     Args:
         keys, values: the most recent ``window - 1`` keys, oldest first.
         num, den, top: [G, n, P], [G, n] and [G, n], the sums over older ones, as in `AFTState`.
-        window: 1 or more; 0 for no window at all, when every key is in the sum, the newest too.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, num: Tensor, den: Tensor, top: Tensor, window: int):
+    def __init__(self, keys: Tensor, values: Tensor, num: Tensor, den: Tensor, top: Tensor):
         super().__init__(keys, values, floor=top)
-        self._window = window
+        self._recent = keys.shape[1]
         scale = torch.exp(top - self._reference)
-        self._old = torch.cat([(num * scale[..., None]).flatten(1), den * scale], 1)[:, None]
-        self._rows = self._term.new_empty(len(keys), window + SLACK, self._term.shape[2])
-        self._end = window - 1  # where the next key goes
-        if window > 1:
+        self._set_old(torch.cat([(num * scale[..., None]).flatten(1), den * scale], 1))
+        self._rows = self._sums.new_empty(len(keys), self._recent + SLACK, self._sums.shape[2])
+        # Views are made once: each costs as much as a product with one.
+        self._parts_of = [self._parts(row) for row in self._rows.unbind(1)]
+        self._first = [self._rows[:, :end] for end in range(self._rows.shape[1] + 1)]
+        self._single = len(keys) == 1
+        self._single_sums = self._sums[0, 0]
+        if self._single:
+            self._first = [rows[0].t() for rows in self._first]
+        self._end = self._recent  # where the next key goes
+        if self._end:
             self._rows[:, : self._end] = self._terms(keys, values)
+
+    def _set_old(self, old: Tensor) -> None:
+        """Old sums [G, n * (P + 1)]: exact ones to add to, and as products take them."""
+        self._old, self._old_narrow = old.double(), old[:, None].to(self._dtype)
+        self._single_old = self._old_narrow[0, 0]
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """One more key [G, n] with its value [G, n, P]."""
-        self._set_term(key, value)
-        if not self._window:
-            self._old.add_(self._term)
-            return
-        end, window = self._end, self._window
-        if end >= window:
-            self._old.add_(self._rows.narrow(1, end - window, 1))
-        if end == self._rows.shape[1]:
-            end = _to_the_start(self._rows, window - 1)
-        self._rows.narrow(1, end, 1).copy_(self._term)
-        self._end = end + 1
+        if self._end == len(self._parts_of):
+            self._set_old(self._old + self._rows[:, :SLACK].sum(1, dtype=torch.float64))
+            self._end = _to_the_start(self._rows, self._recent)
+        self._set_term(self._parts_of[self._end], key, value)
+        self._end += 1
 
-    def mean(self, weights: Tensor | None = None, old_weight: float = 1.0) -> Tensor:
-        """The mean [G, n, P]. The keys of the window, oldest first, weigh ``weights`` [G, 1, window]."""
-        self._sums.copy_(self._old)
-        if weights is not None:
-            rows = self._rows.narrow(1, self._end - self._window, self._window)
-            self._sums.baddbmm_(weights, rows, beta=old_weight)
+    def mean(self, weights: Tensor, old_weight: float = 1.0) -> Tensor:
+        """The mean [G, n, P] of old keys and those of the window.
+
+        ``weights`` [G, 1, SLACK - 1 + window], or for a single group [SLACK - 1 + window], are ``old_weight``
+        and then those of the window's keys, oldest first.
+        """
+        end = self._end
+        rows, weights = self._first[end], weights.narrow(-1, weights.shape[-1] - end, end)
+        if self._single:
+            torch.addmv(self._single_old, rows, weights, beta=old_weight, out=self._single_sums)
+        else:
+            torch.baddbmm(self._old_narrow, weights, rows, beta=old_weight, out=self._sums)
         return self._num / self._den
 
     def old(self) -> tuple[Tensor, Tensor, Tensor]:
         """The sums over keys older than the last ``window - 1``, as in `AFTState`: num, den and max."""
-        old = self._old
-        if self._end >= self._window > 0:
-            old = old + self._rows.narrow(1, self._end - self._window, 1)
-        num, den = old[:, 0, : self._numerators].unflatten(1, (self._n, -1)), old[:, 0, self._numerators :]
+        left = self._rows[:, : self._end - self._recent]
+        num, _, den = self._parts(self._old + left.sum(1, dtype=torch.float64))
         return num, den, self._reference.double().masked_fill(den == 0, -torch.inf)
 
     def _scale(self, factor: Tensor) -> None:
-        self._old.mul_(factor)
-        self._rows[:, max(0, self._end - self._window) : max(0, self._end)].mul_(factor)
+        self._set_old(self._old * factor[:, 0])
+        self._rows[:, : self._end].mul_(factor)
 
 
 class RecentRows:
@@ -174,6 +190,8 @@ class GrowingTerms(Terms):
 
     def __init__(self, keys: Tensor, values: Tensor):
         super().__init__(keys, values)
+        self._term = torch.empty_like(self._sums)
+        self._term_parts = self._parts(self._term[:, 0])
         self._chunks: list[Tensor] = []
         self._length = 0
         for start in range(0, keys.shape[1], CHUNK):
@@ -185,7 +203,7 @@ class GrowingTerms(Terms):
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """One more key [G, n] with its value [G, n, P]."""
-        self._set_term(key, value)
+        self._set_term(self._term_parts, key, value)
         self._grow(self._term)
 
     def mean(self, weights: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ from torch import Tensor
 from aft.ops.tiles import Blocks
 
 
+# A bound in nats on biases that float32 products of low rank give to 1e-6.
+SMALL_BIAS = 8.0
+
+
 class BlockSource(ABC):
     """A bias that can be read in blocks, and whose gradient is accumulated in blocks."""
 
@@ -123,10 +127,12 @@ class DenseBlocks(BlockSource):
 
 
 class LowRankBlocks(BlockSource):
-    """left [T, R] times right [S, R]; products in float64, since a bias of 1e4 has few digits in float32."""
+    """left [T, R] times right [S, R]; in float64 unless small: a bias of 1e4 has few digits in float32."""
 
     def __init__(self, left: Tensor, right: Tensor, window_size: int | None):
         self.left, self.right, self.window_size = left[None], right[None], window_size
+        narrow = torch.promote_types(left.dtype, torch.float32)
+        self.dtype = narrow if self.spread() <= 2.0 * SMALL_BIAS else torch.float64
 
     def _factors(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         return (
@@ -136,7 +142,7 @@ class LowRankBlocks(BlockSource):
 
     def read(self, blocks: Blocks) -> Tensor:
         left, right = self._factors(blocks)
-        return _inside(left.double() @ right.double().mT, blocks, self.window_size)
+        return _inside(left.to(self.dtype) @ right.to(self.dtype).mT, blocks, self.window_size)
 
     def allocate(self, dtype: torch.dtype) -> None:
         self.grad_left = torch.zeros(self.left.shape, dtype=dtype, device=self.left.device)
