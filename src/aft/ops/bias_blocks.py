@@ -11,7 +11,6 @@ from torch import Tensor
 
 from aft.ops.tiles import Blocks
 
-
 # A bound in nats on biases that float32 products of low rank give to 1e-6.
 SMALL_BIAS = 8.0
 
