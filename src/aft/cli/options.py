@@ -125,7 +125,7 @@ class PixelChoices:
     seed: int = 0
     """Seed of the choices."""
     batch_size: int = 16
-    """Images at once."""
+    """Images at once; the draws depend on it, and so does the speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
