@@ -1,7 +1,9 @@
 """`generate()` with a cache of states, as users of Transformers know it, and the cache itself."""
 
 import copy
+import gc
 import pickle
+import weakref
 from threading import Thread
 
 import pytest
@@ -118,6 +120,16 @@ def test_training_keeps_no_cache_unless_asked(model):
     assert model(tokens(), use_cache=True).cache is not None
     model.activation_checkpointing_enable()
     assert model(tokens(), use_cache=True).cache is None
+
+
+def test_gradient_checkpointing_takes_no_cache(model):
+    x = tokens()
+    model.train().activation_checkpointing_enable()
+    model(x, labels=x).loss.backward()
+    with pytest.raises(ValueError, match="cache must be None under gradient checkpointing"):
+        model(x, cache=AFTCache(model.config))
+    with torch.no_grad():  # nothing runs twice
+        assert model(x, cache=AFTCache(model.config)).cache.columns == 20
 
 
 def test_past_the_last_position_a_call_is_an_error(model):
@@ -323,6 +335,15 @@ def test_it_cannot_assist_another_model():
         other.generate(tokens(1, 6), assistant_model=build("simple"), max_new_tokens=4, **GREEDY)
 
 
+def test_a_prompt_goes_on_where_the_cache_ends(model):
+    x = tokens(1, 6)
+    for read in (x, tokens(1, 9)):
+        with pytest.raises(ValueError, match=f"got {read.shape[1]} tokens in the cache and none after them"):
+            model.generate(x, cache=model(read).cache, max_new_tokens=4, **GREEDY)
+    with pytest.raises(ValueError, match="use_cache must not be False where a cache is given"):
+        model.generate(x, cache=model(x[:, :3]).cache, use_cache=False, max_new_tokens=4, **GREEDY)
+
+
 # The cache
 
 
@@ -365,6 +386,16 @@ def test_rows_of_a_cache(model):
     torch.testing.assert_close(
         model(x, cache=cache).logits, model(x, use_cache=False).logits, atol=1e-6, rtol=1e-6
     )
+
+
+def test_positions_are_those_of_the_rows_that_are_left(model):
+    x, mask = tokens(2, LONGEST), torch.ones(2, LONGEST, dtype=torch.int64)
+    mask[1, :10] = 0
+    cache = model(x, attention_mask=mask).cache
+    cache.batch_select_indices(torch.tensor([1]))
+    more = tokens(1, 4)
+    wanted = model(torch.cat([x[1:, 10:], more], 1)).logits[:, -4:]
+    torch.testing.assert_close(model(more, cache=cache).logits, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_cache_of_saved_states(model):
@@ -466,6 +497,66 @@ def test_new_weights_count_at_once(model, change):
     wanted = model(x[:, 12:], cache=branch).logits
     got = one_by_one(model, x[:, 12:], cache)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_caches_share_a_copy_of_the_weights_while_it_is_theirs(model):
+    x = tokens(1, 14)
+    first, second = begun(model, x[:, :4]), begun(model, x[:, :6])
+    assert first.shortcut._weights is second.shortcut._weights
+    for t in range(6, 14):  # in turns, and each as if it was alone
+        got = [one_by_one(model, x[:, t - ago : t - ago + 1], c) for c, ago in ((first, 2), (second, 0))]
+        alone = whole(model, x)
+        for logits, at in zip(got, (t - 2, t), strict=True):
+            torch.testing.assert_close(logits, alone[:, at : at + 1], atol=1e-5, rtol=1e-5)
+    # Without a new version of the parameter: a cache that begins now takes no notice of older ones.
+    model.model.layers[0].mlp_in.weight.data.mul_(1.5)
+    third = begun(model, x)
+    assert third.shortcut._weights is not first.shortcut._weights
+    kept = weakref.ref(third.shortcut._weights)
+    del third
+    gc.collect()
+    assert kept() is None
+
+
+def test_modules_that_came_later_count_at_once(model):
+    class Doubled(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 2 * self.base(x)
+
+    x = tokens(1, 20)
+    cache = begun(model, x[:, :12])
+    block = model.model.layers[0]
+    block.mlp_in = Doubled(block.mlp_in)
+    branch = AFTCache(states=cache.states)
+    wanted = model(x[:, 12:], cache=branch).logits
+    got = one_by_one(model, x[:, 12:], cache)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_patches_and_hooks_on_all_modules_are_called(model):
+    x, seen = tokens(1, 16), []
+    cache = begun(model, x[:, :12])
+    block = model.model.layers[0]
+    forward = block.mlp_in.forward
+    block.mlp_in.forward = lambda x: seen.append("patched") or forward(x)
+    one_by_one(model, x[:, 12:13], cache)
+    assert seen == ["patched"]
+    del block.mlp_in.forward
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    one_by_one(model, x[:, 13:14], cache)
+    hook.remove()
+    assert model.lm_head in seen
+
+
+def test_a_token_that_is_none_is_an_error_on_the_short_way(model):
+    cache = begun(model, tokens(1, 8))
+    for token in (-1, 11):
+        with pytest.raises(IndexError):
+            one_by_one(model, torch.tensor([[token]]), cache)
 
 
 def test_hooks_and_training_take_the_long_way(model):

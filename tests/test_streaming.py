@@ -4,7 +4,9 @@ import copy
 import gc
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import GenerationConfig
 
 from aft.models import MIXERS, AFTConfig, AFTForCausalLM
 from aft.models.cache import window_start
-from aft.models.decoder import Decoder, is_plain
+from aft.models.decoder import Decoder, is_plain, quiet
 from aft.models.lean import with_old
 from aft.models.streaming import stream
 from aft.models.terms import LIFT, SPREAD, GrowingTerms, WindowTerms
@@ -378,7 +380,11 @@ def test_it_ends_where_it_should():
     end = endless[6]
     first = endless.index(end)
     assert tokens(eos_token_id=end) == endless[: first + 1]
-    assert tokens(eos_token_id=[end, 11]) == endless[: first + 1]
+    for ends in ([end, 11], torch.tensor(end), torch.tensor([11, end])):
+        assert tokens(eos_token_id=ends) == endless[: first + 1]
+    for ends in ("a", [1.5]):
+        with pytest.raises(TypeError, match="eos_token_id must be an id or several"):
+            tokens(eos_token_id=ends)
     for longest, count in ((3, 0), (5, 0), (6, 1), (9, 4)):
         assert tokens(generation_config=GenerationConfig(max_length=longest)) == endless[:count]
     assert tokens(3, generation_config=GenerationConfig(max_length=9)) == endless[:3]
@@ -425,6 +431,40 @@ def test_threads_and_modes_are_as_before_between_tokens(monkeypatch):
         assert not torch.is_inference_mode_enabled()
     finally:
         torch.set_num_threads(threads)
+
+
+def test_the_number_of_threads_comes_back_after_work_that_overlapped():
+    threads = torch.get_num_threads()
+    first_is_in, second_is_in, first_is_out = Event(), Event(), Event()
+
+    def first():
+        with quiet(torch.device("cpu")):
+            first_is_in.set()
+            second_is_in.wait()
+        first_is_out.set()
+
+    def second():
+        first_is_in.wait()
+        with quiet(torch.device("cpu")):
+            second_is_in.set()
+            first_is_out.wait()
+
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(first), pool.submit(second)]:
+                done.result(timeout=30)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_streams_in_threads(model):
+    prompts = [[1, 2, 3], [4], [5, 6], [7]]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda prompt: list(stream(model, prompt, 40)), prompts))
+    assert got == [list(stream(model, prompt, 40)) for prompt in prompts]
 
 
 def test_an_abandoned_stream_is_gone():

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
+    LogitsProcessor,
     TextIteratorStreamer,
     TextStreamer,
     pipeline,
@@ -298,6 +299,29 @@ def test_a_pipeline_continues_prompts_of_any_length_in_batches(run):
         assert len(new) == 9
         assert tokenizer.decode(new, skip_special_tokens=True) == text
     assert len(set(batched)) == len(batched)
+
+
+class _Dictated(LogitsProcessor):
+    """After a prompt of one token comes a text, whatever the model thinks."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, input_ids, scores):
+        dictated = torch.full_like(scores, -torch.inf)
+        dictated[:, self.text[input_ids.shape[1] - 1]] = 0.0
+        return dictated
+
+
+@pytest.mark.parametrize(("stop", "length"), [("b", 2), ("é", 6), ("d\n", 8), (["x", "\u2028", "c"], 4)])
+def test_generation_stops_at_strings(stop, length):
+    text = b"ab\xffc" + "éd\nz".encode()
+    tokenizer = AFTTokenizer()
+    model = AFTForCausalLM(AFTConfig(hidden_size=8, num_hidden_layers=1, max_position_embeddings=32)).eval()
+    options = {"do_sample": False, "logits_processor": [_Dictated(text)], "max_new_tokens": len(text)}
+    inputs = tokenizer("?", return_tensors="pt")
+    ids = model.generate(**inputs, **options, stop_strings=stop, tokenizer=tokenizer)[0, 1:]
+    assert bytes(ids.tolist()) == text[:length]
 
 
 def test_a_pipeline_samples(run):

@@ -110,7 +110,8 @@ class AFTModel(AFTPreTrainedModel):
                 training. A cache that was given is returned in any case.
 
         Raises:
-            ValueError: a sequence is longer than the model has positions.
+            ValueError: a sequence is longer than the model has positions, or a cache came with gradient
+                checkpointing.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids [B, T] or inputs_embeds [B, T, D]")
@@ -121,6 +122,8 @@ class AFTModel(AFTPreTrainedModel):
             cache = AFTCache(self.config)
         if cache is not None and not isinstance(cache, AFTCache):
             raise TypeError(f"cache must be an aft.models.AFTCache, got {type(cache).__name__}")
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError("cache must be None under gradient checkpointing, which runs each block twice")
         columns = x.shape[1]
         compact, lengths = None, None
         if attention_mask is not None:
@@ -153,12 +156,14 @@ class AFTModel(AFTPreTrainedModel):
         end = before + n
         if lengths is not None:
             end = int((lengths if place is None else place + lengths).max()) if len(x) else 0
+        elif end > longest and place is not None and len(x):  # unless the longest has left the batch
+            end = int(place.max()) + n
         if end > longest:
             raise ValueError(f"the model's positions end at {longest}, got a sequence of {end}")
         if cache is not None:
             cache.longest = end
         if place is None and n <= longest:
-            return self.embed_positions.weight[:n]
+            return self.embed_positions(torch.arange(n, device=x.device))
         place = x.new_zeros(1, dtype=torch.int64) if place is None else place
         # What lies beyond the last position is padding.
         place = (place[:, None] + torch.arange(n, device=x.device)).clamp(max=longest - 1)
@@ -277,6 +282,11 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """What `generate` runs next: the tokens that the cache has not read, or a new window of them."""
         inputs = kwargs | {"cache": cache, "use_cache": use_cache, "logits_to_keep": 1}
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                "generate: the prompt must go on where the cache ends, "
+                f"got {0 if cache is None else cache.columns} tokens in the cache and none after them"
+            )
         new = slice(None if next_sequence_length is None else -next_sequence_length, None)
         if inputs_embeds is not None and is_first_iteration:
             return inputs | {"inputs_embeds": inputs_embeds[:, new], "attention_mask": attention_mask}
@@ -321,6 +331,10 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
         if given is not None and not isinstance(given, AFTCache):
             raise TypeError(f"cache must be an aft.models.AFTCache, got {type(given).__name__}")
         if given is not None:
+            if generation_config.use_cache is False:
+                raise ValueError(
+                    "use_cache must not be False where a cache is given, which is read and filled"
+                )
             given._is_user_defined = True  # what Transformers marks its own caches with
         elif generation_config.use_cache is not False:
             model_kwargs["cache"] = AFTCache(self.config)

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from aft.layers import AFTConv1d, AFTFull, AFTLocal, AFTSimple
 from aft.models.blocks import AFTBlock, SelfAttention
@@ -28,13 +30,33 @@ def quiet(device: torch.device) -> Generator[None]:
     Threads that wait for one another at every small product are slower as soon as a core is busy elsewhere.
     The number of threads that was set is set again at the end.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_num_threads(threads)
+    with _ONE_THREAD, torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+class _OneThread:
+    """PyTorch on one thread; of several users at once only the first knows how many there were before.
+
+    The setting is partly the process's and partly each thread's own, so that every user sets it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._threads = Lock(), 0, 1
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._threads = torch.get_num_threads()
+            self._users += 1
+            torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            torch.set_num_threads(self._threads)
+
+
+_ONE_THREAD = _OneThread()
 
 
 class Decoder:
@@ -54,7 +76,7 @@ class Decoder:
     def __init__(self, model: AFTForCausalLM):
         self._model = model
         with torch.inference_mode():
-            self._lean = LeanModel(model, copy=True) if is_plain(model) else None
+            self._lean = LeanModel(model) if is_plain(model) else None
         self._longest = model.config.max_position_embeddings
         self._ids: list[int] = []  # of the current window
         self._step: Callable[[int, int], Tensor]  # a token and its position, to logits
@@ -119,11 +141,24 @@ def check_cache(cache: AFTCache, tokens: int, longest: int) -> None:
 
 def is_plain(model: nn.Module) -> bool:
     """Whether every part of a model is of a known kind and computes nothing but what its kind does."""
+    if is_watched(model):
+        return False
     activations = {id(block.activation) for block in model.modules() if isinstance(block, AFTBlock)}
     for module in model.modules():
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         random = isinstance(module, nn.Dropout) and module.training and module.p > 0
         known = type(module) in PLAIN or id(module) in activations
-        if hooked or random or not known:
+        weights = all(x is None or type(x) is nn.Parameter for x in module._parameters.values())
+        if hooked or random or not known or not weights:
             return False
     return True
+
+
+def is_watched(model: nn.Module) -> bool:
+    """Whether somebody wants to know when a model is called: by hooks on it, or on every module."""
+    return bool(
+        model._forward_hooks
+        or model._forward_pre_hooks
+        or global_hooks._global_forward_hooks
+        or global_hooks._global_forward_pre_hooks
+    )

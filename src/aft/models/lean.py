@@ -22,14 +22,19 @@ BLOCK = 64  # queries whose position biases are computed at once
 
 
 class Mixing(ABC):
-    """A mixer on one position after another, which remembers them."""
+    """A mixer on one position after another, which remembers them.
+
+    ``projected`` is where a block puts queries, keys and values, end to end, before each call.
+    """
+
+    projected: Tensor
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """What the next position needs that may fail: with `TooWideError`, and nothing has changed."""
 
     @abstractmethod
     def __call__(self) -> Tensor:
-        """[D], for the position whose projections are in the block."""
+        """[D], for the position whose projections are there."""
 
     @abstractmethod
     def state(self) -> AFTState:
@@ -42,21 +47,19 @@ Past = list[Mixing]  # one for each block
 class LeanModel:
     """`AFTForCausalLM` for products with one vector, in float32 or wider.
 
-    It is made of layers of the known kinds, and one sequence at a time goes through it.
-
-    Args:
-        copy: lay the weights out anew, as they are read fastest; else they are the model's own, also when
-            that changes them in place.
+    It is made of layers of the known kinds, and holds most weights as copies, laid out as they are read
+    fastest. What a sequence needs is in its past: several may go through at once.
     """
 
-    def __init__(self, model: AFTForCausalLM, *, copy: bool):
+    def __init__(self, model: AFTForCausalLM):
         dtype = torch.promote_types(model.dtype, torch.float32)
+        self.device = model.device
         inner = model.model
         self._tokens = inner.embed_tokens.weight.to(dtype)
         self._positions = inner.embed_positions.weight.to(dtype)
-        self._blocks = [_Block(cast(AFTBlock, block), dtype, copy) for block in inner.layers]
+        self._blocks = [_Block(cast(AFTBlock, block), dtype) for block in inner.layers]
         self._norm = _Norm(inner.norm, dtype)
-        self._head = _Affine([model.lm_head], dtype, copy)
+        self._head = _Affine([model.lm_head], dtype)
 
     def past(self, states: Sequence[AFTState | None], *, keep: bool = False) -> Past:
         """The past of one sequence, from the state of each of the model's mixers (at least one token).
@@ -89,10 +92,10 @@ class LeanModel:
 class _Affine:
     """x [in] to W x + b [out], for one or several layers, whose outputs are laid end to end."""
 
-    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype, copy: bool):
+    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype):
         weight = _laid([layer.weight for layer in layers]).to(dtype)
         # A tall matrix is read faster by columns, a wide one by rows.
-        tall = copy and weight.shape[0] >= weight.shape[1]
+        tall = weight.shape[0] >= weight.shape[1]
         self._weight = weight.t().contiguous().t() if tall else weight
         self._bias = None
         if any(layer.bias is not None for layer in layers):
@@ -127,32 +130,27 @@ class _Norm:
 class _Block:
     """`AFTBlock` on one vector [D]; what its mixer remembers comes as the second argument."""
 
-    def __init__(self, block: AFTBlock, dtype: torch.dtype, copy: bool):
+    def __init__(self, block: AFTBlock, dtype: torch.dtype):
         self._mixer = mixer = cast(AFTLayer | SelfAttention, block.mixer)
         self._mixer_norm, self._mlp_norm = _Norm(block.mixer_norm, dtype), _Norm(block.mlp_norm, dtype)
         inputs = [layer for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj) if layer is not None]
-        sizes = [len(layer.weight) for layer in inputs]
-        projected = torch.empty(sum(sizes), dtype=dtype, device=mixer.k_proj.weight.device)
-        self._projected = projected.split(sizes)
-        if copy:
-            self._inputs = [(_Affine(inputs, dtype, copy), projected)]
-        else:
-            affine = (_Affine([layer], dtype, copy) for layer in inputs)
-            self._inputs = list(zip(affine, self._projected, strict=True))
-        self._out = _Affine([mixer.out_proj], dtype, copy)
-        self._mlp_in = _Affine([block.mlp_in], dtype, copy)
-        self._mlp_out = _Affine([block.mlp_out], dtype, copy)
+        self._sizes = [len(layer.weight) for layer in inputs]
+        self._inputs = _Affine(inputs, dtype)
+        self._out = _Affine([mixer.out_proj], dtype)
+        self._mlp_in, self._mlp_out = _Affine([block.mlp_in], dtype), _Affine([block.mlp_out], dtype)
+        self._like = mixer.k_proj.weight.new_empty(0, dtype=dtype)
         # A module without hooks is its function.
         self._activation = ACTIVATIONS.get(type(block.activation), block.activation)
 
     def mixing(self, state: AFTState, keep: bool) -> Mixing:
         """What mixes positions, going on from a state of one sequence."""
-        return MIXINGS[type(self._mixer)](self._mixer, state, self._projected, keep)
+        projected = self._like.new_empty(sum(self._sizes))
+        mixing = MIXINGS[type(self._mixer)](self._mixer, state, projected.split(self._sizes), keep)
+        mixing.projected = projected
+        return mixing
 
     def __call__(self, x: Tensor, mixing: Mixing) -> Tensor:
-        x_normal = self._mixer_norm(x)
-        for affine, out in self._inputs:
-            affine(x_normal, out=out)
+        self._inputs(self._mixer_norm(x), out=mixing.projected)
         x = self._out.add_to(x, mixing())
         return self._mlp_out.add_to(x, self._activation(self._mlp_in(self._mlp_norm(x))))
 
@@ -160,7 +158,7 @@ class _Block:
 class _AFTMixing(Mixing):
     """The gated mean of an AFT layer for one query [D] after another, each with its own key and value.
 
-    ``projected`` are the places where a block puts these before each call. With ``keep`` the keys and values
+    ``projected`` are the places of these, one for each projection. With ``keep`` the keys and values
     of a state are kept beside their terms.
     """
 

@@ -5,12 +5,14 @@ time of one through the modules. The cache then remembers in that form, and retu
 something else reads it.
 """
 
+from weakref import WeakKeyDictionary, ref
+
 import torch
 from torch import Tensor, nn
 
 from aft.models.cache import AFTCache
 from aft.models.causal_lm import AFTForCausalLM
-from aft.models.decoder import is_plain, quiet
+from aft.models.decoder import is_plain, is_watched, quiet
 from aft.models.lean import LeanModel, Past
 from aft.models.terms import TooWideError
 
@@ -22,12 +24,16 @@ def next_logits(model: AFTForCausalLM, cache: AFTCache, token: Tensor) -> Tensor
     """
     if cache.longest >= model.config.max_position_embeddings or not cache.longest:
         return None
-    if cache.shortcut is None or (cache.shortcut and not cache.shortcut.leads_through(model)):
-        cache.shortcut = Shortcut(model) if _is_short(model) else False
-    if cache.shortcut is False:
+    value = int(token)
+    if token.is_floating_point() or not 0 <= value < model.config.vocab_size:
+        return None  # and the modules say what is wrong
+    shortcut = cache.shortcut
+    if shortcut is None or (shortcut and not shortcut.leads_through(model)):
+        shortcut = cache.shortcut = Shortcut(model) if _is_short(model) else False
+    if shortcut is False:
         return None
     try:
-        logits = cache.shortcut.next(cache, int(token))
+        logits = shortcut.next(cache, value)
     except TooWideError:
         cache.shortcut = False
         return None
@@ -37,30 +43,15 @@ def next_logits(model: AFTForCausalLM, cache: AFTCache, token: Tensor) -> Tensor
 
 
 class Shortcut:
-    """A `LeanModel` of a model, for as long as that stays as it is."""
+    """The short way of one cache, for as long as the model stays as it is."""
 
     def __init__(self, model: AFTForCausalLM):
-        with torch.inference_mode():
-            self._lean = LeanModel(model, copy=True)
-        self._model = model
+        self._weights = _weights_of(model)
         self._past: Past = []
-        self._parameters = [
-            (module._parameters, name, parameter, parameter._version, parameter.data_ptr())
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        modules = list(model.modules())
-        self._hooks = [hooks for x in modules for hooks in (x._forward_hooks, x._forward_pre_hooks)]
 
     def leads_through(self, model: AFTForCausalLM) -> bool:
-        """Whether it is this model, with the weights that it had, and without hooks."""
-        if model is not self._model or model.training or any(self._hooks):
-            return False
-        return all(
-            owner.get(name) is parameter and parameter._version == version and parameter.data_ptr() == pointer
-            for owner, name, parameter, version, pointer in self._parameters
-        )
+        """Whether it is this model, made of what it was made of, with the weights that it had."""
+        return self._weights.are_of(model)
 
     def next(self, cache: AFTCache, token: int) -> Tensor:
         """Logits [V] after one more token.
@@ -68,13 +59,75 @@ class Shortcut:
         Raises:
             TooWideError: position biases spread too far; the cache is as it was.
         """
+        lean = self._weights.lean
         if [layer.mixing for layer in cache.layers] != self._past:
             with torch.inference_mode():
-                self._past = self._lean.past(cache.states, keep=True)
+                self._past = lean.past(cache.states, keep=True)
             for layer, mixing in zip(cache.layers, self._past, strict=True):
                 layer.mixing = mixing
-        with quiet(self._model.device):
-            return self._lean(self._past, token, cache.longest)
+        with quiet(lean.device):
+            return lean(self._past, token, cache.longest)
+
+
+class _Weights:
+    """A `LeanModel`, and how to tell that it is still one of its model."""
+
+    def __init__(self, model: AFTForCausalLM):
+        with torch.inference_mode():
+            self.lean = LeanModel(model)
+        self._model = ref(model)
+        modules = list(model.modules())
+        self._children = [
+            (module._modules, name, child, child._forward_hooks, child._forward_pre_hooks)
+            for module in modules
+            for name, child in module._modules.items()
+            if child is not None
+        ]
+        self._dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+        self._parameters = [
+            (module._parameters, name, parameter, parameter._version, parameter.data_ptr())
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._values = _totals(model)
+
+    def are_of(self, model: AFTForCausalLM) -> bool:
+        """Whether the model is the same, with the weights that it had, and computes nothing else by now."""
+        random = model.training or any(x.training and x.p for x in self._dropouts)
+        if model is not self._model() or is_watched(model) or random:
+            return False
+        for owner, name, child, hooks, hooks_before in self._children:
+            if owner.get(name) is not child or hooks or hooks_before or "forward" in child.__dict__:
+                return False
+        return all(
+            owner.get(name) is parameter and parameter._version == version and parameter.data_ptr() == pointer
+            for owner, name, parameter, version, pointer in self._parameters
+        )
+
+    def have_values_of(self, model: AFTForCausalLM) -> bool:
+        """Whether what was copied has the same sums: what is written through ``.data`` has no version."""
+        return self._values == _totals(model)
+
+
+def _totals(model: nn.Module) -> list[float]:
+    """Sums over the weights that a `LeanModel` holds as copies; position biases are the model's own."""
+    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+    with torch.inference_mode():
+        return [weight.sum().item() for layer in linear for weight in layer.parameters()]
+
+
+# Caches of one model share its weights, which are gone with the last of them.
+_WEIGHTS: WeakKeyDictionary[nn.Module, ref[_Weights]] = WeakKeyDictionary()
+
+
+def _weights_of(model: AFTForCausalLM) -> _Weights:
+    known = _WEIGHTS.get(model)
+    weights = None if known is None else known()
+    if weights is None or not weights.are_of(model) or not weights.have_values_of(model):
+        weights = _Weights(model)
+        _WEIGHTS[model] = ref(weights)
+    return weights
 
 
 def _is_short(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,8 +125,7 @@ def stream(
             raise ValueError(f"max_new_tokens must be at least 1, or None for no end; got {limit}")
     elif options.get("max_length") is not None:
         limit = max(0, options["max_length"] - len(ids))
-    ends = options.get("eos_token_id")
-    ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    ends = _ends(options.get("eos_token_id"))
     if cache is not None:
         check_cache(cache, len(ids), model.config.max_position_embeddings)
     return _tokens(model, ids, cache, limit, ends, choose)
@@ -176,6 +175,17 @@ def _ids(prompt: Tensor | Sequence[int], vocabulary: int) -> list[int]:
     return ids
 
 
+def _ends(eos_token_id: Any) -> set[int]:
+    """The tokens that end a sequence, of one, several or None."""
+    if eos_token_id is None:
+        return set()
+    try:
+        several = eos_token_id if isinstance(eos_token_id, Iterable) else [eos_token_id]
+        return {operator.index(token) for token in torch.as_tensor(several).flatten().tolist()}
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"eos_token_id must be an id or several, got {eos_token_id!r}") from None
+
+
 def _options(given: dict[str, Any], *configs: GenerationConfig | None) -> dict[str, Any]:
     """What is set, by name: arguments before configurations, an earlier one of those before a later one."""
     options: dict[str, Any] = {}
@@ -184,8 +194,9 @@ def _options(given: dict[str, Any], *configs: GenerationConfig | None) -> dict[s
             options |= {name: value for name, value in config.to_dict().items() if value is not None}
     options |= {name: value for name, value in given.items() if value is not None}
     for name, value in options.items():
-        off = value == 1 if name in OFF_AT_ONE else not value
-        if name not in HONOURED and name not in WITHOUT_EFFECT and not off:
+        if name in HONOURED or name in WITHOUT_EFFECT:
+            continue
+        if not (value == 1 if name in OFF_AT_ONE else not value):
             raise ValueError(
                 f"stream does not support {name}, got {value!r}; generate() does, or leave it unset"
             )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizer
@@ -106,6 +107,14 @@ class AFTTokenizer(PreTrainedTokenizer):
             raise ValueError(f"ids must be 0 to {self.vocab_size - 1}, got {error.args[0]}") from None
         return [name for name in names if name not in skipped] if skipped else names
 
+    def _convert_id_to_token(self, index: int) -> str:
+        return self.convert_ids_to_tokens(index)
+
+    @property
+    def backend_tokenizer(self) -> SimpleNamespace:
+        """What `generate` asks how to match ``stop_strings``: byte by byte, whatever characters they make."""
+        return SimpleNamespace(decoder=_Decoder())
+
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """The text of tokens by name."""
         try:
@@ -132,6 +141,13 @@ class AFTTokenizer(PreTrainedTokenizer):
         if "alphabet" not in kwargs and kwargs.get("config_file") is not None:
             kwargs["alphabet"] = _alphabet_of(kwargs["config_file"])
         return kwargs
+
+
+class _Decoder:
+    """Says as the decoders of `tokenizers` do that ``<0x0A>`` is a byte."""
+
+    def __getstate__(self) -> bytes:
+        return b'{"type": "ByteFallback"}'
 
 
 def _alphabet_of(path: str) -> list[int] | None:
