@@ -610,3 +610,43 @@ def test_several_sequences_take_the_long_way(model):
         logits = torch.cat([model(token, cache=cache).logits for token in x.split(1, 1)], 1)
     assert cache.shortcut is None
     torch.testing.assert_close(logits, whole(model, x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("simple", {}), ("local", {})),
+        (("local", {}), ("simple", {})),
+        (("local", {}), ("full", {})),
+        (("full", {}), ("conv", {})),
+        (("conv", {}), ("attention", {})),
+        (("local", {"window_size": 5}), ("local", {"window_size": 8})),
+        (("local", {"window_size": 8}), ("local", {"window_size": 5})),
+        (("conv", {"kernel_size": 4}), ("conv", {"kernel_size": 6})),
+        (("simple", {}), ("simple", {"num_hidden_layers": 3})),
+    ],
+    ids=str,
+)
+def test_a_cache_of_another_model_is_refused(source, target):
+    """On the short way too, and in a stream."""
+    x, token = tokens(1, 9), tokens(1, 1)
+    first, second = build(source[0], **source[1]), build(target[0], **target[1])
+    for mode in (torch.enable_grad, torch.no_grad):
+        cache = first(x, use_cache=True).cache
+        with (
+            mode(),
+            pytest.raises(ValueError, match=r"state\.\w+ must be .* is it another|cache must be of 3 layers"),
+        ):
+            second(token, cache=cache)
+    cache = first(x, use_cache=True).cache
+    with pytest.raises(ValueError, match=r"is it another|cache must be of 3 layers"):
+        next(second.stream(torch.cat([x, token], 1), do_sample=False, cache=cache))
+
+
+def test_hooks_on_mixers_fire_with_a_cache(model):
+    seen = []
+    for block in model.model.layers:
+        block.mixer.register_forward_hook(lambda *_: seen.append(1))
+    output = model(tokens(2, 6), use_cache=True)
+    model(tokens(2, 1), cache=output.cache)
+    assert len(seen) == 4

@@ -1022,10 +1022,10 @@ def _layers(**options):
 def _layer_in_pieces(layer, x, sizes, **options):
     """Outputs [B, T, D] of a layer, by steps."""
     at = 0 if not layer.batch_first else 1
-    place = (8,) if isinstance(layer, AFTConv2d) else ()
+    place = {"width": 8} if isinstance(layer, AFTConv2d) else {}
     state, outputs = None, []
     for piece in x.split(sizes, at):
-        y, state = layer.step(piece, *place, state=state, **options)
+        y, state = layer.step(piece, state=state, **place, **options)
         outputs.append(y)
     return torch.cat(outputs, at), state
 
@@ -1067,12 +1067,12 @@ def test_layers_step_over_masks_and_lengths():
         x = torch.randn(2, T, 8)
         mask = torch.rand(2, T) < 0.3
         grid = mask.unflatten(1, (8, 8)) if isinstance(layer, AFTConv2d) else mask
-        place = (8,) if isinstance(layer, AFTConv2d) else ()
+        place = {"width": 8} if isinstance(layer, AFTConv2d) else {}
         wanted = _whole_layer(layer, x, key_padding_mask=grid)
-        y, state = layer.step(x[:, :9], *place, None, mask[:, :9], torch.tensor([9, 4]))
+        y, state = layer.step(x[:, :9], None, mask[:, :9], torch.tensor([9, 4]), **place)
         rows = torch.arange(2)[:, None], torch.tensor([[9], [4]]) + torch.arange(12)
         assert relative_error(y[1, :4], wanted[1, :4]) < 1e-5
-        y, state = layer.step(x[rows], *place, state, mask[rows])
+        y, state = layer.step(x[rows], state, mask[rows], **place)
         assert relative_error(y, wanted[rows]) < 1e-5
 
 
@@ -1113,9 +1113,9 @@ def test_layers_keep_nothing():
 def test_layers_refuse_what_cannot_stream():
     x = torch.randn(2, 3, 8)
     for layer in _layers(causal=False):
-        place = (8,) if isinstance(layer, AFTConv2d) else ()
+        place = {"width": 8} if isinstance(layer, AFTConv2d) else {}
         with pytest.raises(ValueError, match=f"{type(layer).__name__}: step needs a causal layer"):
-            layer.step(x, *place)
+            layer.step(x, **place)
     with pytest.raises(ValueError, match=r"AFTSimple: step needs a causal layer .* kdim=3"):
         AFTSimple(8, causal=True, kdim=3).step(x)
     for wrong in (x[0], torch.randn(2, 3, 5)):

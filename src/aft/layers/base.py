@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,12 @@ from aft.ops.spec import Problem
 from aft.ops.state import AFTState
 
 Activation = Callable[[Tensor], Tensor]
+
+
+class Memory(Protocol):
+    """What keeps a layer's state between calls."""
+
+    state: AFTState | None
 
 
 class AFTLayer(nn.Module):
@@ -91,6 +97,9 @@ class AFTLayer(nn.Module):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        memory: Memory | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The call of ``nn.MultiheadAttention``.
 
@@ -107,12 +116,22 @@ class AFTLayer(nn.Module):
             average_attn_weights: weights [B, T, S], the mean over channels, or [B, channels, T, S].
             is_causal: as for ``nn.MultiheadAttention``, says that ``attn_mask`` is the causal mask, which is
                 then not read; unlike there the mask may be left out.
+            memory: an object whose ``state`` is that of `step`, which is then what happens, and which gets
+                the state after it; with ``lengths`` and ``key_padding_mask`` as there.
 
         Returns:
             The output, of the query's shape, and the weights or None.
         """
         key = query if key is None else key
         value = key if value is None else value
+        if memory is not None:
+            if key is not query or value is not query or attn_mask is not None or need_weights:
+                raise ValueError(
+                    f"{type(self).__name__}: with a memory the query is its own key and value, "
+                    "without attn_mask and weights"
+                )
+            output, memory.state = self.step(query, memory.state, key_padding_mask, lengths)
+            return output, None
         if query.is_nested:
             plain = key is query and value is query and key_padding_mask is None and attn_mask is None
             if not plain or need_weights or not self.batch_first:

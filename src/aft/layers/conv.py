@@ -117,10 +117,18 @@ class AFTConv2d(_AFTConv):
     def step(  # pyrefly: ignore[bad-override] (a grid has a width)
         self,
         query: Tensor,
-        width: int,
         state: AFTState | None = None,
         key_padding_mask: Tensor | None = None,
         lengths: Tensor | None = None,
+        *,
+        width: int,
     ) -> tuple[Tensor, AFTState]:
-        """`AFTLayer.step` in raster order: n more cells [B, n, embed_dim] of grids ``width`` cells wide."""
+        """The layer over n more cells of its grids, in raster order.
+
+        Args:
+            query: [B, n, embed_dim], the cells row after row.
+            width: of the grids, in cells.
+
+        Other arguments, results and errors as for `AFTConv1d.step`.
+        """
         return self._step(query, state, key_padding_mask, lengths, width=width)

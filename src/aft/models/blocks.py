@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from aft.models.cache import AFTCacheLayer
-from aft.ops.state import AFTState, empty_state, extend
+from aft.ops.state import AFTState, check_state, empty_state, extend
 
 MIXERS = ("full", "simple", "local", "conv", "attention")
 
@@ -39,7 +39,12 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, *, memory: AFTCacheLayer | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        if memory is not None:
+            output, memory.state = self.step(x, memory.state, lengths=lengths)
+            return output, None
         return self._attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), is_causal=self.causal), None
 
     def step(
@@ -56,6 +61,7 @@ class SelfAttention(nn.Module):
             # Padding comes last, where causal attention does not look.
             state = empty_state(k, v, None)
             return self._attend(q, k, v, is_causal=True), extend(state, k, v, padding)
+        check_state("SelfAttention", state, x.shape[0], k.shape[2], v.shape[2], None, x.device)
         past = state.keys.shape[1]
         slot = torch.arange(past + x.shape[1], device=x.device)
         query = past + torch.arange(x.shape[1], device=x.device)
@@ -100,12 +106,8 @@ class AFTBlock(GradientCheckpointingLayer):
     ) -> Tensor:
         """[B, n, ..., D] to the same; with a ``memory`` these are n more positions, ``lengths`` [B] of them
         not padding, and it is brought up to date."""
-        if memory is None:
-            mixed = self.mixer(self.mixer_norm(x))[0]
-        else:
-            mixed, memory.state = self.mixer.step(  # pyrefly: ignore[not-callable]
-                self.mixer_norm(x), memory.state, lengths=lengths
-            )
+        stream = {} if memory is None else {"memory": memory, "lengths": lengths}
+        mixed = self.mixer(self.mixer_norm(x), **stream)[0]
         x = x + self._kept(self.dropout(mixed))
         hidden = self.activation(self.mlp_in(self.mlp_norm(x)))
         return x + self._kept(self.dropout(self.mlp_out(hidden)))

@@ -122,6 +122,8 @@ class AFTModel(AFTPreTrainedModel):
             cache = AFTCache(self.config)
         if cache is not None and not isinstance(cache, AFTCache):
             raise TypeError(f"cache must be an aft.models.AFTCache, got {type(cache).__name__}")
+        if cache is not None and len(cache.layers) != len(self.layers):
+            raise ValueError(f"cache must be of {len(self.layers)} layers, got {len(cache.layers)}")
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError("cache must be None under gradient checkpointing, which runs each block twice")
         columns = x.shape[1]
@@ -262,7 +264,14 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     ) -> Iterator[int]:
         """The tokens that follow a prompt, one by one, without `generate`'s overhead around each.
 
-        Arguments and errors are those of `aft.models.streaming.stream`.
+        Args:
+            prompt: ids [T] or [1, T], at least one.
+            max_new_tokens: how many; without a limit, here or in a configuration, there is no end.
+            options: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``eos_token_id``, ``seed``,
+                ``generation_config`` and ``cache``, see `aft.models.streaming.stream`.
+
+        Raises:
+            ValueError, TypeError: at the call, where an argument is out of range or not supported.
         """
         # A stream runs on a model, so that its module imports this one.
         from aft.models.streaming import stream
@@ -282,6 +291,8 @@ class AFTForCausalLM(AFTPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """What `generate` runs next: the tokens that the cache has not read, or a new window of them."""
         inputs = kwargs | {"cache": cache, "use_cache": use_cache, "logits_to_keep": 1}
+        if input_ids.shape[1] == 0 and inputs_embeds is None:
+            raise ValueError("generate: a prompt must hold at least one token, got none")
         if next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
                 "generate: the prompt must go on where the cache ends, "
@@ -344,6 +355,8 @@ def _next_logits(model: AFTForCausalLM, cache: AFTCache, token: Tensor | None) -
     """Logits of a single token [1, 1] of inference by `aft.models.shortcut`, None where it does not apply."""
     if token is None or token.shape != (1, 1) or not isinstance(cache, AFTCache):
         return None
+    if len(cache.layers) != len(model.model.layers):
+        return None  # and the modules say what is wrong
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()

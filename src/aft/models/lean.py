@@ -15,7 +15,7 @@ from aft.layers.base import AFTLayer
 from aft.models.blocks import AFTBlock, SelfAttention
 from aft.models.causal_lm import AFTForCausalLM
 from aft.models.terms import SLACK, SPREAD, GrowingTerms, RecentRows, TooWideError, WindowTerms
-from aft.ops.state import AFTState
+from aft.ops.state import AFTState, check_state
 
 ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {GELUActivation: F.gelu}
 BLOCK = 64  # queries whose position biases are computed at once
@@ -144,6 +144,9 @@ class _Block:
 
     def mixing(self, state: AFTState, keep: bool) -> Mixing:
         """What mixes positions, going on from a state of one sequence."""
+        mixer = self._mixer
+        name, keys, values = type(mixer).__name__, len(mixer.k_proj.weight), len(mixer.v_proj.weight)
+        check_state(name, state, 1, keys, values, recent_keys(mixer), self._like.device)
         projected = self._like.new_empty(sum(self._sizes))
         mixing = MIXINGS[type(self._mixer)](self._mixer, state, projected.split(self._sizes), keep)
         mixing.projected = projected
@@ -349,6 +352,18 @@ MIXINGS: dict[type[nn.Module], Callable[[Any, AFTState, Sequence[Tensor], bool],
     AFTFull: _Full,
     SelfAttention: _Attention,
 }
+
+
+def recent_keys(mixer: nn.Module) -> int | None:
+    """How many keys a state of this mixer keeps beside its sums; None: all."""
+    match mixer:
+        case AFTSimple():
+            return 0
+        case AFTLocal():
+            return mixer.window_size - 1
+        case AFTConv1d():
+            return mixer.kernel_size[0] - 1
+    return None
 
 
 def with_old(weights: Tensor, old: Tensor | float) -> Tensor:

@@ -165,8 +165,10 @@ def _ids(prompt: Tensor | Sequence[int], vocabulary: int) -> list[int]:
         try:
             ids = [operator.index(token) for token in prompt]
         except TypeError:
-            kind = type(prompt).__name__
-            raise TypeError(f"prompt must be ids, a tensor or a sequence of ints; got {kind}") from None
+            raise TypeError(
+                "prompt must be ids, a tensor or a sequence of ints, as tokenizer(text).input_ids; "
+                f"got {type(prompt).__name__}"
+            ) from None
     if not ids:
         raise ValueError("prompt must hold at least one token, got none")
     for at, token in enumerate(ids):

@@ -1,5 +1,6 @@
 """What a causal operation remembers of the keys it has seen, to go on from there."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -56,9 +57,10 @@ class AFTState(NamedTuple):
         """The state on another device; dtypes stay as they are."""
         return self._make(x.to(device, non_blocking=non_blocking) for x in self)
 
-    def select(self, rows: Tensor) -> Self:
-        """The sequences that an index [B'] of int64 names, in its order, as often as it names them."""
-        return self._make(x.index_select(0, rows.to(x.device)) for x in self)
+    def select(self, rows: Tensor | Sequence[int]) -> Self:
+        """The sequences that an index [B'] of ints names, in its order, as often as it names them."""
+        rows = torch.as_tensor(rows, dtype=torch.int64, device=self.length.device)
+        return self._make(x.index_select(0, rows) for x in self)
 
 
 def empty_state(keys: Tensor, values: Tensor, recent: int | None) -> AFTState:
@@ -77,6 +79,27 @@ def empty_state(keys: Tensor, values: Tensor, recent: int | None) -> AFTState:
         values.new_zeros(B, recent or 0, values.shape[-1]),
         torch.zeros(B, dtype=torch.int64, device=keys.device),
     )
+
+
+def check_state(
+    name: str, state: object, B: int, N: int, D: int, recent: int | None, device: torch.device
+) -> None:
+    """Raises unless it is a state of B sequences, N channels of keys and D of values, as `empty_state` begins
+    one; the message begins with ``name``."""
+    if not isinstance(state, AFTState):
+        raise TypeError(f"{name}: state must be an AFTState or None, got {type(state).__name__}")
+    summed = 0 if recent is None else N
+    slots = state.keys.shape[1] if recent is None and state.keys.ndim == 3 else recent
+    sums, P = (B, summed), 0 if recent is None else head_channels(N, D)
+    wanted = ((*sums, P), sums, sums, (B, slots, N), (B, slots, D), (B,))
+    dtypes = (*(torch.float64,) * 3, state.keys.dtype, state.values.dtype, torch.int64)
+    for field, x, size, dtype in zip(state._fields, state, wanted, dtypes, strict=True):
+        if x.shape != size or x.device != device or x.dtype != dtype:
+            raise ValueError(
+                f"{name}: state.{field} must be {size} of {dtype} on {device}, "
+                f"got {tuple(x.shape)} of {x.dtype} on {x.device}: "
+                "is it another operation's, or of other sequences?"
+            )
 
 
 def extend(state: AFTState, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> AFTState:

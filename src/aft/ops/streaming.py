@@ -28,7 +28,7 @@ from aft.ops.checks import (
 )
 from aft.ops.functional import PositionBias, QueryGate, gated, implementation
 from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem, without_autocast
-from aft.ops.state import AFTState, by_key, empty_state, extend, finite, head_channels, with_keys
+from aft.ops.state import AFTState, by_key, check_state, empty_state, extend, finite, head_channels, with_keys
 from aft.ops.sums import Sums, join
 
 # Elements of a temporary up to which a single position is summed directly, in float64.
@@ -364,7 +364,7 @@ def _step(
         P = head_channels(k.shape[2], v.shape[2])
         v = v.masked_fill(absent if P == 1 else absent.repeat_interleave(P, 2), 0.0)
         past = empty_state(k, v, stream.recent) if state is None else state
-        _check_state(name, past, k, v, stream.recent)
+        check_state(name, past, k.shape[0], k.shape[2], v.shape[2], stream.recent, k.device)
         _check_reach(name, stream, past, n, padding)
         if n == 0:
             mean = v.double()
@@ -498,25 +498,6 @@ def _checked_lengths(name: str, lengths: Tensor, B: int, n: int) -> Tensor:
     if not torch.compiler.is_compiling() and B and not 0 <= int(lengths.min()) <= int(lengths.max()) <= n:
         raise ValueError(f"{name}: lengths must lie between 0 and n = {n}, got {lengths.tolist()}")
     return lengths
-
-
-def _check_state(name: str, state: AFTState, k: Tensor, v: Tensor, recent: int | None) -> None:
-    """Raises unless the state is one that `empty_state` begins, after any number of positions."""
-    if not isinstance(state, AFTState):
-        raise TypeError(f"{name}: state must be an AFTState or None, got {type(state).__name__}")
-    B, N, D = k.shape[0], k.shape[2], v.shape[2]
-    summed = 0 if recent is None else N
-    slots = state.keys.shape[1] if recent is None and state.keys.ndim == 3 else recent
-    sums, P = (B, summed), 0 if recent is None else head_channels(N, D)
-    wanted = ((*sums, P), sums, sums, (B, slots, N), (B, slots, D), (B,))
-    dtypes = (*(torch.float64,) * 3, state.keys.dtype, state.values.dtype, torch.int64)
-    for field, x, size, dtype in zip(state._fields, state, wanted, dtypes, strict=True):
-        if x.shape != size or x.device != k.device or x.dtype != dtype:
-            raise ValueError(
-                f"{name}: state.{field} must be {size} of {dtype} on {k.device}, "
-                f"got {shape(x)} of {x.dtype} on {x.device}: "
-                "is it another operation's, or of other sequences?"
-            )
 
 
 def _check_reach(name: str, stream: _Stream, past: AFTState, n: int, padding: Tensor | None) -> None:
