@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--prefills", nargs="*", type=int, default=PREFILLS)
     parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=12, help="timed in each round")
+    parser.add_argument("--tokens", type=int, default=40, help="timed in each round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--busy", action="store_true")
     options = parser.parse_args()
