@@ -73,6 +73,7 @@ def spread(x: Tensor, dim: int) -> float:
     """The largest distance between two finite entries along ``dim``."""
     if x.numel() == 0:
         return 0.0
+    x = x.detach()
     low, top = x.aminmax(dim=dim, keepdim=True)
     hidden = torch.isneginf(x) if torch.isneginf(low).any() else None
     if hidden is not None:
@@ -159,7 +160,8 @@ class LowRankBlocks(BlockSource):
     def spread(self) -> float:
         if 0 in (self.left.numel(), self.right.numel()):
             return 0.0
-        return 2.0 * float(self.left.double().norm(dim=2).amax() * self.right.double().norm(dim=2).amax())
+        left, right = (x.detach().double().norm(dim=2).amax() for x in (self.left, self.right))
+        return 2.0 * float(left * right)
 
 
 class KernelBlocks(BlockSource):
@@ -208,7 +210,7 @@ class KernelBlocks(BlockSource):
         return [self.padded_grad[:, :-1].unflatten(1, self.kernel.shape[1:]).to(self.kernel.dtype)]
 
     def spread(self) -> float:
-        finite = self.kernel.masked_fill(torch.isinf(self.kernel), 0.0)
+        finite = self.kernel.detach().masked_fill(torch.isinf(self.kernel), 0.0)
         return 2.0 * float(finite.abs().amax())  # the bias outside the kernel is 0
 
 
