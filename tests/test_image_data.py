@@ -1,3 +1,4 @@
+import gc
 import os
 import pickle
 import zipfile
@@ -339,6 +340,16 @@ def test_each_process_opens_the_zip_for_itself(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "getpid", lambda: 0)
     assert tree.read("a/0.png") == tree.read("a/0.png") == content
     assert opened == [tmp_path / "set.zip"]
+
+
+def test_a_zip_is_closed_with_its_tree(tmp_path: Path) -> None:
+    """Also where only the collector of cycles finds it, as after an error."""
+    tree = ZipTree(zipped(class_folders(tmp_path / "set", {"a": 1}), tmp_path / "set.zip"))
+    archive, cycle = tree._archive(), [tree]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del tree, cycle
+    gc.collect()
+    assert archive.fp is None
 
 
 def test_sources_that_are_none_are_named(tmp_path: Path) -> None:

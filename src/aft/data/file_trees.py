@@ -4,6 +4,7 @@ import contextlib
 import lzma
 import os
 import struct
+import weakref
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -140,9 +141,12 @@ class ZipTree(FileTree):
         """The open zip; each process opens its own, since forked ones would move one another's position."""
         if self._opened is None or self._opened[0] != os.getpid():
             try:
-                self._opened = (os.getpid(), zipfile.ZipFile(self.root))
+                archive = zipfile.ZipFile(self.root)
             except _DAMAGE as error:
                 raise DataError(f"{self.root} cannot be read as a zip: {error}") from error
+            # Before the collector of cycles gets to the file, which would warn of not being closed.
+            weakref.finalize(self, archive.close)
+            self._opened = (os.getpid(), archive)
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, object]:
