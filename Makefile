@@ -1,6 +1,7 @@
 # `make demo` trains a model, `make test` checks what takes seconds; both install what they need into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+KERNELS := $(wildcard native/* native/kernels/*)
 RUN := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 .DELETE_ON_ERROR:
@@ -23,7 +24,7 @@ check: .venv/test.stamp
 	$(BIN)/pyrefly check
 
 # One stamp for each set of extras; the set for tests contains the one for training.
-.venv/%.stamp: pyproject.toml | .venv/bin/python
+.venv/%.stamp: pyproject.toml $(KERNELS) | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
 	touch "$@"
 

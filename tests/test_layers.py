@@ -268,7 +268,10 @@ def test_a_sequence_longer_than_the_table_is_an_error():
         (lambda: AFTConv1d(D, 4, 2.5), "kernel_size must be an int, got float"),
         (lambda: AFTConv2d(D, 4, 3, batch_first=False), "batch_first=False has no meaning for a grid"),
         (lambda: AFTFull(D, T, num_heads=4), "unexpected keyword argument|multiple values"),
-        (lambda: AFTSimple(D, impl="fast"), "impl must be one of 'auto', 'reference', 'eager', got 'fast'"),
+        (
+            lambda: AFTSimple(D, impl="fast"),
+            "impl must be one of 'auto', 'reference', 'eager', 'native', got 'fast'",
+        ),
         (lambda: AFTSimple(D, kdim=0), "kdim must be at least 1, got 0"),
         (
             lambda: AFTSimple(D)(torch.randn(1, T, D), attn_mask=torch.zeros(99), is_causal=True),

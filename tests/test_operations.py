@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aft.ops import aft_conv, aft_full, aft_local, aft_simple, available_impls
+from aft.ops import aft_conv, aft_full, aft_local, aft_simple, available_impls, native
 from aft.ops.sums import Sums, join, no_sums
 from aft.ops.tiles import banded_plan, dense_plan
 from operations import (
@@ -471,7 +471,7 @@ BAD_CALLS = {
     ),
     "an unknown implementation": (
         lambda: aft_simple(*[_tensor(1, 3, 4)] * 3, impl="fast"),
-        "impl must be one of 'auto', 'reference', 'eager', got 'fast'",
+        "impl must be one of 'auto', 'reference', 'eager', 'native', got 'fast'",
     ),
     "two devices": (
         lambda: aft_simple(_tensor(1, 3, 4), _tensor(1, 3, 4).to("meta"), _tensor(1, 3, 4)),
@@ -488,4 +488,4 @@ def test_bad_input_is_named(what):
 
 
 def test_every_implementation_is_available():
-    assert available_impls() == {"reference": None, "eager": None}
+    assert available_impls() == {"reference": None, "eager": None, "native": native.unavailable()}

@@ -5,8 +5,6 @@ The two passes are torch operators without autograd of their own (``torch.ops.af
 ``torch.func`` too.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from aft.ops.bias_blocks import (
     ZeroBlocks,
     spread,
 )
+from aft.ops.operators import map_over, register
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
 from aft.ops.sums import Sums
 from aft.ops.tiles import Plan, banded_plan, dense_plan
@@ -266,36 +265,13 @@ _CALL = (
     "SymInt T, bool causal, SymInt? window_size, SymInt query_width, SymInt key_width, SymInt anchor_row, "
     "SymInt anchor_column"
 )
-# Not `torch.library.custom_op`, whose wrapper imports torch._dynamo at the first call: seconds for a command.
-_LIBRARY = torch.library.Library("aft", "FRAGMENT")
-
-
-def _register(function: Callable, fake: Callable, schema: str) -> Callable:
-    """Makes ``torch.ops.aft.<name>`` of a function of tensors, without autograd of its own."""
-    name = function.__name__
-    _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"aft::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.aft, name).default
-
-
-_MEAN = _register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor, Tensor, Tensor)")
-_MEAN_BACKWARD = _register(
+_MEAN = register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor, Tensor, Tensor)")
+_MEAN_BACKWARD = register(
     eager_mean_backward,
     _fake_mean_backward,
     f"(Tensor grad, Tensor? grad_den, Tensor result, Tensor den, Tensor key_max, Tensor bias_max, {_CALL}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
-
-
-def _map_over(function, count: int, in_dims: tuple, args: tuple):
-    """vmap by a loop: a call for each entry of the mapped axis, each with its own bias."""
-    calls = [
-        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
-        for i in range(count)
-    ]
-    outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
-    return outputs, (0,) * len(outputs)
 
 
 class _EagerMeanBackward(torch.autograd.Function):
@@ -315,7 +291,7 @@ class _EagerMeanBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        return _map_over(_EagerMeanBackward.apply, info.batch_size, in_dims, args)
+        return map_over(_EagerMeanBackward.apply, info.batch_size, in_dims, args)
 
 
 class _EagerMean(torch.autograd.Function):
@@ -336,7 +312,7 @@ class _EagerMean(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        return _map_over(_EagerMean.apply, info.batch_size, in_dims, args)
+        return map_over(_EagerMean.apply, info.batch_size, in_dims, args)
 
 
 class _EagerSums(torch.autograd.Function):
@@ -357,7 +333,7 @@ class _EagerSums(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        return _map_over(_EagerSums.apply, info.batch_size, in_dims, args)
+        return map_over(_EagerSums.apply, info.batch_size, in_dims, args)
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:

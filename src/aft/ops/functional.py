@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from aft.ops import eager, reference
+from aft.ops import eager, native, reference
 from aft.ops.checks import (
     check_conv,
     check_devices,
@@ -27,18 +27,29 @@ from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem, with
 PositionBias = Tensor | tuple[Tensor, Tensor]
 QueryGate = Callable[[Tensor], Tensor]
 
-IMPLEMENTATIONS = {"reference": reference, "eager": eager}
+IMPLEMENTATIONS = {"reference": reference, "eager": eager, "native": native}
 
 
 def available_impls() -> dict[str, str | None]:
     """Each ``impl`` by name: None where it can run here, else the reason why not."""
-    return dict.fromkeys(IMPLEMENTATIONS)
+    return dict.fromkeys(IMPLEMENTATIONS) | {"native": native.unavailable()}
 
 
-def implementation(impl: str) -> ModuleType:
-    """The module that ``impl`` names: its `mean` and `sums` solve a Problem. ValueError names the choices."""
+def implementation(impl: str, problem: Problem | None = None) -> ModuleType:
+    """The module that ``impl`` names: its `mean` solves the problem. "auto" is the kernels where they can.
+
+    Without a problem, as for a step, it is one whose `sums` solves any.
+
+    Raises:
+        ValueError: there is no such implementation, or the kernels cannot solve the problem.
+    """
     check_impl(impl)
-    return IMPLEMENTATIONS["eager" if impl == "auto" else impl]
+    if impl in ("auto", "native"):
+        reason = "it has no kernel for this step" if problem is None else native.why_not(problem)
+        if reason is not None and impl == "native":
+            raise ValueError(f"impl='native' cannot run this: {reason}")
+        return native if reason is None else eager
+    return IMPLEMENTATIONS[impl]
 
 
 def check_impl(impl: str) -> None:
@@ -172,7 +183,10 @@ def aft_conv(
 
 def gated_mean(problem: Problem, q: Tensor, query_gate: QueryGate | None, impl: str) -> Tensor:
     """Solves the problem with the chosen implementation and gates it by q [B, T, D]: [B, T, D]."""
-    return gated(implementation(impl).mean(problem), q, query_gate, problem.values.dtype)
+    solver = implementation(impl, problem)
+    if solver is native and query_gate is torch.sigmoid:
+        return native.sigmoid_gated_mean(problem, q)
+    return gated(solver.mean(problem), q, query_gate, problem.values.dtype)
 
 
 def gated(mean: Tensor, q: Tensor, query_gate: QueryGate | None, dtype: torch.dtype) -> Tensor:

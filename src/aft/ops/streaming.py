@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aft.ops import eager
+from aft.ops import eager, native
 from aft.ops.checks import (
     check_conv,
     check_devices,
@@ -345,7 +345,6 @@ def _step(
     query_gate: QueryGate | None,
     impl: str,
 ) -> tuple[Tensor, AFTState]:
-    solver = implementation(impl)
     B, n = q.shape[:2]
     if k.shape[1] != n:
         raise ValueError(f"{name}: q and k must have as many positions, got q {shape(q)} and k {shape(k)}")
@@ -366,6 +365,13 @@ def _step(
         past = empty_state(k, v, stream.recent) if state is None else state
         check_state(name, past, k.shape[0], k.shape[2], v.shape[2], stream.recent, k.device)
         _check_reach(name, stream, past, n, padding)
+        if isinstance(stream, _Simple) and padding is None:
+            problem = _problem(k, v, None)
+            solver = implementation(impl, problem)
+            if solver is native:
+                return _native_step(problem, past, q, query_gate)
+        else:
+            solver = implementation(impl)
         if n == 0:
             mean = v.double()
         elif n == 1 and solver is eager and k[:, :1].numel() * (past.keys.shape[1] + 1) * P <= DIRECT:
@@ -378,6 +384,17 @@ def _step(
         else:
             mean = _piece(solver, stream, past, k, v, padding)
         return gated(mean, q, query_gate, v.dtype), extend(past, k, v, padding)
+
+
+def _native_step(
+    problem: Problem, past: AFTState, q: Tensor, query_gate: QueryGate | None
+) -> tuple[Tensor, AFTState]:
+    """What the kernels make of a step of AFT-simple, whose padding is in the keys already."""
+    dtype = problem.values.dtype
+    if query_gate is torch.sigmoid and q.dtype == dtype:
+        return native.simple_step(problem, q, past)
+    mean, state = native.simple_step(problem, None, past)
+    return gated(mean, q, query_gate, dtype), state
 
 
 def _one(stream: _Stream, past: AFTState, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,25 @@
+#include "memory.hpp"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace aft {
+namespace {
+
+constexpr std::int64_t kLargePage = 2 << 20;
+
+}  // namespace
+
+void expect_writes(void* data, std::int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const auto begin = (reinterpret_cast<std::uintptr_t>(data) + kLargePage - 1) / kLargePage * kLargePage;
+  const auto end = (reinterpret_cast<std::uintptr_t>(data) + bytes) / kLargePage * kLargePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
+}  // namespace aft

@@ -1,0 +1,63 @@
+// The kernels as a Python module: pointers, sizes and strides come from aft/ops/native.py, which checks them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "levels.hpp"
+#include "simple.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+aft::Rows rows(std::uintptr_t data, std::int64_t batch_stride, std::int64_t time_stride) {
+  return {reinterpret_cast<void*>(data), batch_stride, time_stride};
+}
+
+double* doubles(std::uintptr_t data) { return reinterpret_cast<double*>(data); }
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+  module.def("levels", &aft::levels);
+  module.def("level", [] { return std::string(aft::level().name); });
+  module.def("use_level", &aft::use_level);
+  module.attr("BLOCK") = aft::kBlock;
+  module.attr("SAVED_FIELDS") = static_cast<int>(aft::kSavedFields);
+
+  nb::class_<aft::Rows>(module, "Rows")
+      .def("__init__", [](aft::Rows* self, std::uintptr_t data, std::int64_t batch, std::int64_t time) {
+        new (self) aft::Rows(rows(data, batch, time));
+      });
+
+  nb::class_<aft::State>(module, "State")
+      .def("__init__", [](aft::State* self, std::uintptr_t num, std::uintptr_t den, std::uintptr_t max) {
+        new (self) aft::State{doubles(num), doubles(den), doubles(max)};
+      });
+
+  nb::class_<aft::Simple>(module, "Simple")
+      .def(nb::init<>())
+      .def_rw("batches", &aft::Simple::batches)
+      .def_rw("queries", &aft::Simple::queries)
+      .def_rw("keys", &aft::Simple::keys)
+      .def_rw("channels", &aft::Simple::channels)
+      .def_rw("causal", &aft::Simple::causal)
+      .def_rw("gated", &aft::Simple::gated)
+      .def_rw("bfloat16", &aft::Simple::bfloat16)
+      .def_rw("q", &aft::Simple::q)
+      .def_rw("k", &aft::Simple::k)
+      .def_rw("v", &aft::Simple::v)
+      .def_rw("hidden", &aft::Simple::hidden)
+      .def_rw("before", &aft::Simple::before)
+      .def_rw("after", &aft::Simple::after)
+      .def_rw("grad_after", &aft::Simple::grad_after)
+      .def_rw("grad_before", &aft::Simple::grad_before)
+      .def_rw("y", &aft::Simple::y)
+      .def_rw("grad", &aft::Simple::grad)
+      .def_rw("grad_q", &aft::Simple::grad_q)
+      .def_rw("grad_k", &aft::Simple::grad_k)
+      .def_rw("grad_v", &aft::Simple::grad_v)
+      .def("save_to", [](aft::Simple& self, std::uintptr_t data) { self.saved = doubles(data); })
+      .def("forward", &aft::simple_forward, nb::call_guard<nb::gil_scoped_release>())
+      .def("backward", &aft::simple_backward, nb::call_guard<nb::gil_scoped_release>());
+}

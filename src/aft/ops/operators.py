@@ -1,0 +1,27 @@
+"""How an implementation's passes become torch operators, under every transform."""
+
+from collections.abc import Callable
+
+import torch
+
+# Not `torch.library.custom_op`, whose wrapper imports torch._dynamo at the first call: seconds for a command.
+_LIBRARY = torch.library.Library("aft", "FRAGMENT")
+
+
+def register(function: Callable, fake: Callable, schema: str) -> Callable:
+    """Makes ``torch.ops.aft.<name>`` of a function of tensors, without autograd of its own."""
+    name = function.__name__
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"aft::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.aft, name).default
+
+
+def map_over(function: Callable, count: int, in_dims: tuple, args: tuple):
+    """vmap by a loop: a call for each entry of the mapped axis."""
+    calls = [
+        function(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
+        for i in range(count)
+    ]
+    outputs = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+    return outputs, (0,) * len(outputs)
