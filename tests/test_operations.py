@@ -193,6 +193,14 @@ def test_an_empty_batch(operation):
     assert all((grad == 0).all() for grad in grads)
 
 
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_no_queries_of_some_keys(impl):
+    inputs = torch.randn(1, 0, 3), torch.randn(1, 5, 3), torch.randn(1, 5, 3)
+    y, grads = gradients(simple(), inputs, torch.randn(1, 0, 3), impl=impl)
+    assert y.shape == (1, 0, 3)
+    assert all((grad == 0).all() for grad in grads)
+
+
 @pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
 def test_repeated_calls_are_bit_equal(operation):
     inputs = operation.inputs(T=200, key_scale=30.0, bias_scale=30.0)

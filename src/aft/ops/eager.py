@@ -222,7 +222,7 @@ def _is_extreme(values: Tensor, *grads: Tensor | None) -> bool:
     size = torch.maximum(-low, high)
     largest = float(size.amax())
     for grad in grads:
-        if grad is not None:
+        if grad is not None and grad.numel():
             low, high = grad.detach().aminmax()
             largest = max(1.0, largest) * max(1.0, -float(low), float(high))
     if grads:
