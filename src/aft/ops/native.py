@@ -302,10 +302,10 @@ class _NativeSimple(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads_of_outputs):
         grad = grads_of_outputs[0]
-        arguments = (grad, *ctx.saved_tensors, *ctx.settings)
+        saved = ctx.saved_tensors  # read once: under activation checkpointing there is no second time
         differentiate = _NativeSimpleBackward.apply if _may_differentiate_again() else _SIMPLE_BACKWARD
-        grad_q, grad_k, grad_v = differentiate(*arguments)
-        return None if ctx.saved_tensors[1] is None else grad_q, grad_k, grad_v, None, None, None, None
+        grad_q, grad_k, grad_v = differentiate(grad, *saved, *ctx.settings)
+        return None if saved[1] is None else grad_q, grad_k, grad_v, None, None, None, None
 
     @staticmethod
     def vmap(info, in_dims, *args):
