@@ -13,8 +13,7 @@ class AFTState(NamedTuple):
     A key counts with a position bias only for its last R positions; older ones are in the sums for good, so
     that the state does not grow. R is 0 for AFT-simple, ``window_size - 1`` for AFT-local and
     ``kernel_size - 1`` for AFT-conv. AFT-full has a bias for every pair: it keeps all keys and values, sums
-    none of them (num, den and max are [B, 0, 0], [B, 0] and
-    [B, 0]), and grows with the sequence.
+    none of them (num, den and max are [B, 0, 0], [B, 0] and [B, 0]), and grows with the sequence.
 
     Symbol                                     field     shape          dtype
     sum_s exp(k_s - max) v_s, over old keys    num       [B, N, P]      float64
@@ -119,9 +118,6 @@ def extend(state: AFTState, keys: Tensor, values: Tensor, padding: Tensor | None
         keys, values = _copy(keys[:, n:]), _copy(values[:, n:])
     elif state.grows:
         keys, values = torch.cat([state.keys, keys], 1), torch.cat([state.values, values], 1)
-    elif n == 1 and recent:
-        state = with_key(state, state.keys[:, 0], state.values[:, 0])
-        keys, values = torch.cat([state.keys[:, 1:], keys], 1), torch.cat([state.values[:, 1:], values], 1)
     elif n < recent:
         state = with_keys(state, state.keys[:, :n], state.values[:, :n])
         keys, values = torch.cat([state.keys[:, n:], keys], 1), torch.cat([state.values[:, n:], values], 1)
@@ -167,23 +163,20 @@ def combine(first: AFTState, second: AFTState) -> AFTState:
     return AFTState(num, den, top, _copy(keys[:, slots:]), _copy(values[:, slots:]), length)
 
 
-def with_key(state: AFTState, key: Tensor, value: Tensor) -> AFTState:
-    """`with_keys` of a single key [B, N] and its value [B, N * P], in fewer operations."""
-    key, value = key.double(), by_key(value.double(), key.shape[1])
-    num, den, top = _union(state, value, torch.ones_like(key), key)
-    return state._replace(num=num, den=den, max=top)
-
-
 def with_keys(state: AFTState, keys: Tensor, values: Tensor) -> AFTState:
     """The state with keys [B, n, N] and values [B, n, N * P] in its sums too; a key of -inf adds nothing."""
     if keys.shape[1] == 0:
         return state
     # All in float64: the gradient of a key is a difference of terms, and values may be of any size.
-    keys = keys.double()
-    top = keys.detach().amax(1)
-    terms = torch.exp(keys - finite(top)[:, None])
-    num = (terms[..., None] * by_key(values, keys.shape[2])).sum(1)
-    num, den, top = _union(state, num, terms.sum(1), top)
+    keys, values = keys.double(), by_key(values, keys.shape[2])
+    if keys.shape[1] == 1:  # its own largest: a token makes no more operations than it needs
+        top = keys[:, 0]
+        num, den = values[:, 0].double(), torch.ones_like(top)
+    else:
+        top = keys.detach().amax(1)
+        terms = torch.exp(keys - finite(top)[:, None])
+        num, den = (terms[..., None] * values).sum(1), terms.sum(1)
+    num, den, top = _union(state, num, den, top)
     return state._replace(num=num, den=den, max=top)
 
 
