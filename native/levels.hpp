@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "simple.hpp"
+#include "window.hpp"
 
 namespace aft {
 
@@ -12,6 +13,9 @@ struct Level {
   const char* name;
   SimpleKernel simple_forward;
   SimpleKernel simple_backward;
+  WindowKernel window_forward;
+  WindowKernel window_backward;
+  WeighKernel weigh;
 };
 
 // What this processor can run, the best last.

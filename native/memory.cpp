@@ -1,5 +1,7 @@
 #include "memory.hpp"
 
+#include <new>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -8,6 +10,7 @@ namespace aft {
 namespace {
 
 constexpr std::int64_t kLargePage = 2 << 20;
+constexpr std::align_val_t kAlignment{64};
 
 }  // namespace
 
@@ -21,5 +24,11 @@ void expect_writes(void* data, std::int64_t bytes) {
   (void)bytes;
 #endif
 }
+
+Buffer::Buffer(std::int64_t bytes) : data_(::operator new(static_cast<std::size_t>(bytes), kAlignment)) {
+  expect_writes(data_, bytes);
+}
+
+Buffer::~Buffer() { ::operator delete(data_, kAlignment); }
 
 }  // namespace aft

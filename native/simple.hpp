@@ -1,16 +1,9 @@
 // AFT-simple: what its kernels are given. See aft/ops/native.py for the meaning of each tensor.
 #pragma once
 
-#include <cstdint>
+#include "tensors.hpp"
 
 namespace aft {
-
-// A tensor [batch, time, channels]: strides in elements, channels next to one another.
-struct Rows {
-  void* data = nullptr;
-  std::int64_t batch_stride = 0;
-  std::int64_t time_stride = 0;
-};
 
 // Positions summed in single precision before they are added to a sum in double precision, which is also
 // saved for the backward pass.
@@ -19,14 +12,6 @@ constexpr std::int64_t kBlock = 32;
 // The running sums of one channel, as saved before each block and after the last: doubles
 // [batch, blocks + 1, kSavedFields, channels].
 enum SavedField { kNum, kDen, kOrigin, kDouble, kSavedFields };
-
-// Running sums [batch, channels], each in memory of its own; max is the largest key, -inf where there is
-// none.
-struct State {
-  double* num = nullptr;
-  double* den = nullptr;
-  double* max = nullptr;
-};
 
 struct Simple {
   std::int64_t batches = 0;
@@ -49,13 +34,6 @@ struct Simple {
 
   bool is_stream() const { return before.num != nullptr || grad_before.num != nullptr; }
   std::int64_t blocks() const { return causal ? (queries + kBlock - 1) / kBlock : 1; }
-};
-
-// Some channels of one sequence: a task of its own, independent of all others.
-struct Channels {
-  std::int64_t batch = 0;
-  std::int64_t first = 0;
-  std::int64_t count = 0;
 };
 
 using SimpleKernel = void (*)(const Simple&, const Channels&);

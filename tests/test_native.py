@@ -21,8 +21,8 @@ from operations import gradients, relative_error, simple
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
 SCALES = [0.1, 1.0, 10.0, 100.0, 1e4]
-LEVELS = [] if native.unavailable() else native._native.levels()
-BLOCK = 1 if native.unavailable() else native._native.BLOCK
+LEVELS = [] if native.unavailable() else native.library.kernels.levels()
+BLOCK = 1 if native.unavailable() else native.library.kernels.BLOCK
 
 
 def _check(inputs, upstream, tolerance=1e-5, **options):
@@ -166,7 +166,7 @@ def test_one_rare_number_among_many(rare, where, causal):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0x7F800001, -0x400000, -1])
 def test_any_nan_shows(bits, level, monkeypatch):
     """Whatever its sign and payload, also where nothing is computed with care but for its sake."""
-    monkeypatch.setenv(native.LEVEL_VARIABLE, level)
+    monkeypatch.setenv(native.library.LEVEL_VARIABLE, level)
     for i in range(3):
         inputs = [x.clone() for x in simple().inputs(T=64, D=64)]
         inputs[i].view(torch.int32)[1, 40, 5] = bits
@@ -276,12 +276,12 @@ def test_threads_and_repetition_change_no_bit(causal):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_every_level_of_instructions(level, scale, monkeypatch):
-    monkeypatch.setenv(native.LEVEL_VARIABLE, level)
+    monkeypatch.setenv(native.library.LEVEL_VARIABLE, level)
     for causal in (False, True):
         for D in (1, 20, 33):
             inputs = simple().inputs(T=100, D=D, key_scale=scale)
             _check(inputs, torch.randn_like(inputs[0]), causal=causal)
-            assert native._native.level() == level
+            assert native.library.kernels.level() == level
             half = tuple(x.bfloat16() for x in inputs)
             y = aft_simple(*half, causal=causal, impl="native")
             wanted = aft_simple(*(x.float() for x in half), causal=causal, impl="native").bfloat16()
@@ -289,7 +289,7 @@ def test_every_level_of_instructions(level, scale, monkeypatch):
 
 
 def test_an_unknown_level_is_named(monkeypatch):
-    monkeypatch.setenv(native.LEVEL_VARIABLE, "abacus")
+    monkeypatch.setenv(native.library.LEVEL_VARIABLE, "abacus")
     q, k, v = simple().inputs()
     with pytest.raises(ValueError, match=r"AFT_NATIVE_LEVEL must be one of portable.* got 'abacus'"):
         aft_simple(q, k, v, impl="native")
@@ -306,7 +306,7 @@ def test_what_it_cannot_do_is_named():
         ValueError, match=r"float32, bfloat16 or float16, got torch.float64 and torch.float64"
     ):
         aft_simple(q.double(), k.double(), v.double(), impl="native")
-    with pytest.raises(ValueError, match="AFT-simple only"):
+    with pytest.raises(ValueError, match="no kernel for AFT-full"):
         aft_full(q, k, v, torch.zeros(8, 8), impl="native")
     assert aft_simple(q.double(), k.double(), v.double()).dtype == torch.float64
 

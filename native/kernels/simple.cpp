@@ -806,8 +806,13 @@ void simple_backward(const Simple& problem, const Channels& at) {
 
 }  // namespace
 
+void window_forward(const Window& problem, const Channels& at, std::int64_t slot);
+void window_backward(const Window& problem, const Channels& at, std::int64_t slot);
+RowOfBias weigh(const Window& problem, std::int64_t batch, std::int64_t t, float* row);
+
 extern const Level kLevel;
-const Level kLevel = {AFT_LEVEL_NAME, simple_forward, simple_backward};
+const Level kLevel = {AFT_LEVEL_NAME, simple_forward, simple_backward, window_forward,
+                      window_backward, weigh};
 
 }  // namespace AFT_LEVEL
 }  // namespace aft

@@ -19,7 +19,8 @@ struct Vectors;
 template <>
 struct Vectors<float> {
   static constexpr int lanes = AFT_VECTOR_BYTES / 4;
-  static constexpr std::int32_t all_but_sign = 0x7fffffff;
+  using Bit = std::int32_t;
+  static constexpr Bit all_but_sign = 0x7fffffff;
   typedef float Number __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef float Single __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef double Double __attribute__((vector_size(AFT_VECTOR_BYTES * 2)));
@@ -31,7 +32,8 @@ struct Vectors<float> {
 template <>
 struct Vectors<double> {
   static constexpr int lanes = AFT_VECTOR_BYTES / 8;
-  static constexpr std::int64_t all_but_sign = 0x7fffffffffffffff;
+  using Bit = std::int64_t;
+  static constexpr Bit all_but_sign = 0x7fffffffffffffff;
   typedef double Number __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef float Single __attribute__((vector_size(AFT_VECTOR_BYTES / 2)));
   typedef double Double __attribute__((vector_size(AFT_VECTOR_BYTES)));

@@ -365,13 +365,9 @@ def _step(
         past = empty_state(k, v, stream.recent) if state is None else state
         check_state(name, past, k.shape[0], k.shape[2], v.shape[2], stream.recent, k.device)
         _check_reach(name, stream, past, n, padding)
-        if isinstance(stream, _Simple) and padding is None:
-            problem = _problem(k, v, None)
-            solver = implementation(impl, problem)
-            if solver is native:
-                return _native_step(problem, past, q, query_gate)
-        else:
-            solver = implementation(impl)
+        solver = _solver(impl, stream, k, v, padding)
+        if solver is native and isinstance(stream, _Simple):
+            return _native_step(_problem(k, v, None), past, q, query_gate)
         if n == 0:
             mean = v.double()
         elif n == 1 and solver is eager and k[:, :1].numel() * (past.keys.shape[1] + 1) * P <= DIRECT:
@@ -384,6 +380,16 @@ def _step(
         else:
             mean = _piece(solver, stream, past, k, v, padding)
         return gated(mean, q, query_gate, v.dtype), extend(past, k, v, padding)
+
+
+def _solver(impl: str, stream: _Stream, k: Tensor, v: Tensor, padding: Tensor | None) -> ModuleType:
+    """The implementation for a step: of the kernels, windows over a sequence are for it, and AFT-simple."""
+    if isinstance(stream, (_Local, _Conv)) or (isinstance(stream, _Simple) and padding is None):
+        # Where a piece is in the sequence cannot be asked while a graph is traced.
+        if not (impl == "auto" and stream.knows_place and torch.compiler.is_compiling()):
+            return implementation(impl, _problem(k, v, stream.bias(0, 0), stream.window_size))
+        return eager
+    return implementation(impl)
 
 
 def _native_step(
@@ -464,6 +470,8 @@ def _piece_at(
             sums = join(sums, solver.sums(old))
         return _mean(sums)
     before = stream.before(start)
+    if solver is native:
+        return _continued(stream, past, k, v, start, before)
     skipped = past.keys.shape[1] - before
     if skipped and start > before:  # of a grid: they begin before the row that the problem begins with
         past = with_keys(past, past.keys[:, :skipped], past.values[:, :skipped])
@@ -472,6 +480,19 @@ def _piece_at(
         v = torch.cat([past.values[:, -before:], v], 1)
     sums = solver.sums(_problem(k, v, stream.bias(start - before, before + n), stream.window_size))
     return _mean(_with_past(Sums(*(x[:, before:] for x in sums)), past))
+
+
+def _continued(stream: _Stream, past: AFTState, k: Tensor, v: Tensor, start: int, before: int) -> Tensor:
+    """What the kernels make of a piece: only the new queries, over new and recent keys."""
+    n = k.shape[1]
+    if before:
+        k = torch.cat([past.keys[:, -before:], k], 1)
+        v = torch.cat([past.values[:, -before:], v], 1)
+    if isinstance(stream, _ByPlace):
+        bias = stream.block(slice(start, start + n), slice(start - before, start + n))
+    else:
+        bias = stream.bias(start - before, before + n)
+    return native.continued_mean(_problem(k, v, bias, stream.window_size, T=n), past)
 
 
 def _with_past(near: Sums, past: AFTState) -> Sums:
