@@ -77,7 +77,9 @@ bool is_empty(const Window& problem) { return problem.batches == 0 || problem.ch
 }  // namespace
 
 std::int64_t Window::most_slots() const {
-  return std::clamp<std::int64_t>(kernel != nullptr ? batches : batches * groups_of(*this), 1, kMostSlots);
+  if (kernel != nullptr) return std::clamp<std::int64_t>(batches, 1, kMostSlots);
+  const std::int64_t affordable = std::max<std::int64_t>(2 * batches * channels / cells(), 1);
+  return std::clamp<std::int64_t>(batches * groups_of(*this), 1, std::min(affordable, kMostSlots));
 }
 
 void window_forward(const Window& given, int threads) {

@@ -172,6 +172,7 @@ class Grid {
     ::aft::AFT_LEVEL::fill(keys_.terms, height_ * padded_ * pair, Real(0));
     rare_ = Bits{} + Bit(problem_.keys);
     blind_ = ~Bits{};
+    tiny_ = Bits{};
     squares_ = Numbers{};
     Numbers least{};
     for (std::int64_t s = 0; s < problem_.keys; ++s) {
@@ -181,11 +182,12 @@ class Grid {
       set(cell_of(keys_, s), terms.num);
       set(cell_of(keys_, s) + lanes, terms.den);
       const Bits here = Bits{} + Bit(s);
+      tiny_ |= terms.tiny;
       rare_ = terms.bad & (here < rare_) ? here : rare_;
       blind_ &= key == Real(kNothing);
       const Numbers seen = terms.den > 0 ? value : Numbers{};
       squares_ += seen * seen;
-      least = (terms.den > 0) & (terms.distance < least) ? terms.distance : least;
+      least = (key != Real(kNothing)) & (terms.distance < least) ? terms.distance : least;
     }
     is_far_ = any<Real>(least < -Limits::saturated);
   }
@@ -197,7 +199,7 @@ class Grid {
 
   Bits is_sound_at(std::int64_t t, Numbers num, Numbers den) const {
     const Bit last = Bit(problem_.causal ? t : problem_.keys - 1);
-    return blind_ | (is_sound<Real>(num, den) & (rare_ > last));
+    return blind_ | (is_sound<Real>(num, den, tiny_) & (rare_ > last));
   }
 
   // The sums of each cell over the terms of a side.
@@ -340,7 +342,7 @@ class Grid {
   Real *left_, *right_, *above_, *below_;
   Part part_{};
   Numbers origin_{}, squares_{};
-  Bits rare_{}, blind_{};
+  Bits rare_{}, blind_{}, tiny_{};
   bool is_usable_ = false, is_saturated_ = false, is_far_ = false;
   const Buffer memory_;
 };

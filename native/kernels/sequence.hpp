@@ -63,7 +63,7 @@ class Sequence {
             for (int i = 0; i < kTile && row + i < rows; ++i) {
               const std::int64_t t = start + row + i;
               const Bits blind = ~present_[vector];
-              const Bits sound = blind | (is_sound<Real>(tile.num[i], tile.den[i]) & is_regular(row + i, i, vector));
+              const Bits sound = blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) & is_regular(row + i, i, vector));
               const Numbers mean = blind ? Numbers{} : tile.num[i] / tile.den[i];
               const Numbers y = sound ? mean : all<Real>(Real(__builtin_nanf("")));
               if (!is_written) {
@@ -113,6 +113,7 @@ class Sequence {
     least_ = arena.take<Real>(width_);
     rare_ = arena.take<Bits>(vectors_);
     present_ = arena.take<Bits>(vectors_);
+    tiny_ = arena.take<Bits>(vectors_);
     const bool by_distance = problem_.kernel != nullptr;
     kernel_ = arena.take<Real>(by_distance ? padded_cells() * width_ : 0);
     weights_ = arena.take<Real>(by_distance ? 0 : (span_ + kTile) * kTile);
@@ -175,6 +176,7 @@ class Sequence {
     fill(total_, vectors_ * pair, 0.0);
     fill(largest_, width_, Real(kNothing));
     fill(current_, width_, Real(kNothing));
+    for (int i = 0; i < vectors_; ++i) tiny_[i] = Bits{};
     find_origin();
     if (problem_.causal) return;
     for (std::int64_t c = 0; c < chunks_; ++c) mark(c);
@@ -258,6 +260,7 @@ class Sequence {
         if (!task_.sees(s)) continue;
         const Terms<Real> terms(read<Real>(k_[s], part), read<Real>(v_[s], part), at(origin + i * lanes));
         num += terms.num;
+        tiny_[i] |= terms.tiny;
         den += terms.bad ? all<Real>(Real(__builtin_nanf(""))) : terms.den;
       }
       add(total, i, num, den);
@@ -304,13 +307,15 @@ class Sequence {
         const Terms<Real> terms(key, value, at(origin(c) + i * lanes));
         put_pair(this->terms(i) + x * pair, terms.num, terms.den);
         const Bits here = Bits{} + Bit(x);
+        tiny_[i] |= terms.tiny;
         rare_[i] = terms.bad & (here < rare_[i]) ? here : rare_[i];
         present_[i] |= key != Real(kNothing);
         if (upstream_ != nullptr) {
           const Numbers seen = terms.den > 0 ? value : Numbers{};
           set(squares_ + i * lanes, at(squares_ + i * lanes) + seen * seen);
           const Numbers least = at(least_ + i * lanes);
-          set(least_ + i * lanes, (terms.den > 0) & (terms.distance < least) ? terms.distance : least);
+          const Bits lower = (key != Real(kNothing)) & (terms.distance < least);
+          set(least_ + i * lanes, lower ? terms.distance : least);
         }
       }
     }
@@ -461,7 +466,7 @@ class Sequence {
             for (int i = 0; i < kTile && row + i < rows; ++i) {
               const std::int64_t t = start + row + i;
               const Bits blind = ~present_[vector];
-              unsound |= ~(blind | (is_sound<Real>(tile.num[i], tile.den[i]) & is_regular(row + i, i, vector)));
+              unsound |= ~(blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) & is_regular(row + i, i, vector)));
               const Numbers inverse = blind ? Numbers{} : Real(1) / tile.den[i];
               const Upstream<Real> here = input.template pass<Real>(t, part, tile.num[i], inverse);
               squares += here.squares;
@@ -691,7 +696,7 @@ class Sequence {
   Real *terms_, *right_, *left_, *squares_, *least_, *kernel_, *weights_, *row_;
   Real *flipped_ = nullptr, *upstream_ = nullptr, *seen_ = nullptr;
   double* upstream_before_ = nullptr;
-  Bits *rare_, *present_;
+  Bits *rare_, *present_, *tiny_;
   bool is_large_[kTile] = {};
   bool has_small_bias_ = true;
   bool is_saturated_ = false;

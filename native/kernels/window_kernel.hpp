@@ -31,6 +31,7 @@ struct Range<float> {
   static constexpr float most = 1e30f;           // of a numerator, a denominator, and sums of squares
   static constexpr float value = 1e20f;
   static constexpr float vanishing = 1e-18f;     // of a numerator to its denominator
+  static constexpr float tiny = 1e-15f;          // of a value: its products may underflow
   static constexpr float saturated = 15.0f;      // keys so far apart make gradients small differences
   static constexpr float saturated_bias = 10.0f;
 };
@@ -38,7 +39,7 @@ struct Range<float> {
 template <>
 struct Range<double> {
   static constexpr double above = 300.0, bias = 300.0, least = 1e-100, most = 1e300, value = 1e300;
-  static constexpr double vanishing = 0.0, saturated = 300.0, saturated_bias = 300.0;
+  static constexpr double vanishing = 0.0, tiny = 0.0, saturated = 300.0, saturated_bias = 300.0;
 };
 
 // How far the largest key may rise above the origin before that follows.
@@ -160,11 +161,11 @@ struct Task {
 };
 
 // The terms of a key: its weight and that times its value, 0 where there is no key; `bad` where these may not
-// be formed.
+// be formed, `tiny` where the value is.
 template <class Real>
 struct Terms {
   Vector<Real> num{}, den{};
-  typename Vectors<Real>::Bits bad{};
+  typename Vectors<Real>::Bits bad{}, tiny{};
   Vector<Real> distance{};
 
   Terms(Vector<Real> key, Vector<Real> value, Vector<Real> origin) : distance(key - origin) {
@@ -175,6 +176,7 @@ struct Terms {
     den = fits ? den : Vector<Real>{};
     num = den == 0 ? Vector<Real>{} : den * value;
     bad = ~fits;
+    tiny = (magnitude<Real>(value) < Range<Real>::tiny) & (value != 0);
   }
 };
 
@@ -247,12 +249,13 @@ template <int kCells, class Real>
   for (int j = 0; j < kCells; ++j) to[j] = sums[j];
 }
 
-// Whether a quotient of sums is as exact as Real can be.
+// Whether a quotient of sums is as exact as Real can be; has_tiny: some of the values were.
 template <class Real>
-[[gnu::always_inline]] inline typename Vectors<Real>::Bits is_sound(Vector<Real> num, Vector<Real> den) {
+[[gnu::always_inline]] inline typename Vectors<Real>::Bits is_sound(
+    Vector<Real> num, Vector<Real> den, typename Vectors<Real>::Bits has_tiny) {
   using R = Range<Real>;
   const Vector<Real> size = magnitude<Real>(num);
-  return (den >= R::least) & (den <= R::most) & (size <= R::most) & ((num == 0) | (size >= R::vanishing * den));
+  return (den >= R::least) & (den <= R::most) & (size <= R::most) & (((num == 0) & ~has_tiny) | ((num != 0) & (size >= R::vanishing * den)));
 }
 
 template <class Real>

@@ -17,6 +17,32 @@ def register(function: Callable, fake: Callable, schema: str) -> Callable:
     return getattr(torch.ops.aft, name).default
 
 
+def without_derivative(operator: Callable, impl: str) -> type[torch.autograd.Function]:
+    """An operator that computes gradients, as a Function: it has none of its own, and says so."""
+
+    class Gradients(torch.autograd.Function):
+        @staticmethod
+        def forward(*args):
+            return operator(*args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise NotImplementedError(
+                f"impl={impl!r} has no second derivative of an AFT operation; impl='reference' "
+                "differentiates twice"
+            )
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            return map_over(Gradients.apply, info.batch_size, in_dims, args)
+
+    return Gradients
+
+
 def map_over(function: Callable, count: int, in_dims: tuple, args: tuple):
     """vmap by a loop: a call for each entry of the mapped axis."""
     calls = [

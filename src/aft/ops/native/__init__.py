@@ -16,6 +16,8 @@ from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_au
 from aft.ops.state import AFTState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Keys of a window with a bias for each pair: of more, torch's matrix products are faster.
+MOST_CELLS, FEW_CELLS = 512, 128
 
 
 def why_not(problem: Problem) -> str | None:
@@ -48,6 +50,12 @@ def _why_not_bias(problem: Problem) -> str | None:
             tensors = (kernel,)
         case None:
             return None
+    if problem.window_size is not None:
+        reach = window.reach(problem)
+        # The bands of biases and of their gradients are to be small beside the values.
+        most = min(MOST_CELLS, max(FEW_CELLS, 2 * problem.values.shape[0] * problem.values.shape[2]))
+        if reach > most:
+            return f"its kernels are for windows of up to {most} keys here, this one has {reach}"
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"position biases must be float32, bfloat16 or float16, got {tensor.dtype}"

@@ -59,22 +59,12 @@ def rows(x: Tensor):
     return kernels.Rows(x.data_ptr(), x.stride(0), x.stride(1)) if x.ndim > 1 else kernels.Rows(0, 0, 0)
 
 
+def state(num: Tensor, den: Tensor, top: Tensor | None = None):
+    """Of contiguous tensors that the caller keeps alive."""
+    return kernels.State(num.data_ptr(), den.data_ptr(), 0 if top is None else top.data_ptr())
+
+
 def may_differentiate_again() -> bool:
     """Whether a backward pass is itself recorded. Compiled graphs have no second derivatives."""
     recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return recorded or is_transformed()
-
-
-class FirstDerivative(torch.autograd.Function):
-    """Operators that compute gradients: they have none of their own."""
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            "impl='native' has no second derivative of an AFT operation; impl='reference' differentiates "
-            "twice"
-        )

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from aft.ops.native.library import (
-    FirstDerivative,
     is_tracked,
     is_transformed,
     kernels,
     may_differentiate_again,
     readable,
     rows,
+    state,
 )
-from aft.ops.operators import map_over, register
+from aft.ops.operators import map_over, register, without_derivative
 from aft.ops.spec import Problem
 from aft.ops.state import AFTState
 
@@ -29,10 +29,10 @@ def step(problem: Problem, q: Tensor | None, past: AFTState) -> tuple[Tensor, AF
     float32. Gradients flow through both states; the maximum of the later one is a constant to them.
     """
     k, v = problem.keys, problem.values
-    state = (past.num[..., 0], past.den, past.max)
-    tracked = is_tracked(q, k, v, *state)
+    before = (past.num[..., 0], past.den, past.max)
+    tracked = is_tracked(q, k, v, *before)
     call = _NativeStep.apply if tracked or is_transformed() else _STEP
-    y, num, den, top, _ = call(q, k, v, problem.key_padding_mask, *state, tracked)
+    y, num, den, top, _ = call(q, k, v, problem.key_padding_mask, *before, tracked)
     return y, past._replace(num=num[..., None], den=den, max=top, length=past.length + k.shape[1])
 
 
@@ -100,7 +100,7 @@ def native_simple_step(
     outputs = _fake_simple_step(q, k, v, hidden, num, den, top, save)
     y, *after, saved = outputs
     problem = _problem(q, k, v, hidden, k.shape[1], True, saved)
-    problem.before, problem.after = _state(num, den, top), _state(*after)
+    problem.before, problem.after = state(num, den, top), state(*after)
     problem.y = rows(y)
     problem.forward(torch.get_num_threads())
     return outputs
@@ -122,16 +122,11 @@ def native_simple_step_backward(
     grad_num, grad_den = grad_num.contiguous(), grad_den.contiguous()
     grads = _fake_simple_step_backward(grad, grad_num, grad_den, saved, q, k, v, hidden)
     problem = _problem(q, k, v, hidden, k.shape[1], True, saved)
-    problem.grad_after, problem.grad_before = _state(grad_num, grad_den), _state(*grads[3:])
+    problem.grad_after, problem.grad_before = state(grad_num, grad_den), state(*grads[3:])
     problem.grad = rows(grad)
     problem.grad_q, problem.grad_k, problem.grad_v = (rows(x) for x in grads[:3])
     problem.backward(torch.get_num_threads())
     return grads
-
-
-def _state(num: Tensor, den: Tensor, top: Tensor | None = None):
-    """Of contiguous tensors that the caller keeps alive."""
-    return kernels.State(num.data_ptr(), den.data_ptr(), 0 if top is None else top.data_ptr())
 
 
 def _problem(q, k, v, hidden, T, causal, saved):
@@ -190,6 +185,8 @@ _STEP_BACKWARD = register(
     "(Tensor grad, Tensor grad_num, Tensor grad_den, Tensor saved, Tensor? q, Tensor k, Tensor v, "
     "Tensor? hidden) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+_SIMPLE_GRADIENTS = without_derivative(_SIMPLE_BACKWARD, "native")
+_STEP_GRADIENTS = without_derivative(_STEP_BACKWARD, "native")
 
 
 class _NativeSimple(torch.autograd.Function):
@@ -209,7 +206,7 @@ class _NativeSimple(torch.autograd.Function):
     def backward(ctx, *grads_of_outputs):
         grad = grads_of_outputs[0]
         saved = ctx.saved_tensors  # read once: under activation checkpointing there is no second time
-        differentiate = _NativeSimpleBackward.apply if may_differentiate_again() else _SIMPLE_BACKWARD
+        differentiate = _SIMPLE_GRADIENTS.apply if may_differentiate_again() else _SIMPLE_BACKWARD
         grad_q, grad_k, grad_v = differentiate(grad, *saved, *ctx.settings)
         return None if saved[1] is None else grad_q, grad_k, grad_v, None, None, None, None
 
@@ -236,7 +233,7 @@ class _NativeStep(torch.autograd.Function):
         *inputs, saved = ctx.saved_tensors
         if saved.numel() == 0:  # under vmap a tensor does not say that it wants a gradient
             saved = _STEP(*inputs, True)[4]
-        differentiate = _NativeStepBackward.apply if may_differentiate_again() else _STEP_BACKWARD
+        differentiate = _STEP_GRADIENTS.apply if may_differentiate_again() else _STEP_BACKWARD
         grads = differentiate(grad, grad_num, grad_den, saved, *inputs[:4])
         of_q = None if inputs[0] is None else grads[0]
         # A larger maximum is larger sums.
@@ -246,23 +243,3 @@ class _NativeStep(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         return map_over(_NativeStep.apply, info.batch_size, in_dims, args)
-
-
-class _NativeSimpleBackward(FirstDerivative):
-    @staticmethod
-    def forward(*args):
-        return _SIMPLE_BACKWARD(*args)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return map_over(_NativeSimpleBackward.apply, info.batch_size, in_dims, args)
-
-
-class _NativeStepBackward(FirstDerivative):
-    @staticmethod
-    def forward(*args):
-        return _STEP_BACKWARD(*args)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return map_over(_NativeStepBackward.apply, info.batch_size, in_dims, args)

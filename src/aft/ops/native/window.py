@@ -3,9 +3,9 @@
 The operators (``torch.ops.aft.native_window`` and ``native_window_backward``) have no autograd of their own,
 and an autograd Function joins them. Nothing but the inputs is saved: the backward pass sums again.
 
-The kernels read a bias for each pair inside the window: from a table, from the band of a low-rank bias, which
-is laid out as [T, cells of the window], or from a kernel [cells, D]. Keys that heads of AFT-conv share are laid
-out for each channel.
+The kernels read a bias for each pair inside the window: from a table, from the band of a low-rank bias,
+which is laid out as [T, cells of the window], or from a kernel [cells, D]. Keys that channels of AFT-conv
+share are laid out for each of them.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from torch.nn.functional import pad
 
 from aft.ops.bias_blocks import SMALL_BIAS
 from aft.ops.native.library import (
-    FirstDerivative,
     is_tracked,
     is_transformed,
     kernels,
     may_differentiate_again,
     readable,
     rows,
+    state,
 )
-from aft.ops.operators import map_over, register
+from aft.ops.operators import map_over, register, without_derivative
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem
 from aft.ops.state import AFTState
 
@@ -57,6 +57,14 @@ def solve(problem: Problem, q: Tensor | None, past: AFTState | None = None) -> T
     settings = (T, problem.causal, offset, problem.window_size, width, anchor_row, anchor_column)
     call = _NativeWindow.apply if is_tracked(*tensors) or is_transformed() else _WINDOW
     return call(*tensors, *settings)
+
+
+def reach(problem: Problem) -> int:
+    """How many keys the window of AFT-local has."""
+    place = _place(
+        problem.keys.shape[1], None, problem.target_length, problem.causal, 0, problem.window_size, 0, 0, 0
+    )
+    return place.cells
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ def native_window_backward(
     grad_num, grad_den = none, none
     if num is not None:
         grad_num, grad_den = (x.new_empty(v.shape[0], v.shape[2]) for x in (num, num))
-        problem.grad_before = _state(grad_num, grad_den)
+        problem.grad_before = state(grad_num, grad_den)
     problem.slots = _slots(problem, table)
     of_cells = _room_for_bias(problem, kernel, place)
     problem.backward(torch.get_num_threads())
@@ -176,11 +184,11 @@ def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: 
         problem.q = rows(q)
     if hidden is not None:
         problem.hidden = rows(hidden)
-    state = ()
+    before = ()
     if num is not None:
-        state = (num.contiguous(), *(x.repeat_interleave(P, 1).contiguous() for x in (den, top)))
-        problem.before = _state(*state)
-    kept = (q, k, v, hidden, *state)
+        before = (num.contiguous(), *(x.repeat_interleave(P, 1).contiguous() for x in (den, top)))
+        problem.before = state(*before)
+    kept = (q, k, v, hidden, *before)
     if kernel is not None:
         cells = kernel.flatten(1).float()
         if not place.width:
@@ -205,10 +213,6 @@ def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: 
     return problem, (*kept, bias)
 
 
-def _state(num: Tensor, den: Tensor, top: Tensor | None = None):
-    return kernels.State(num.data_ptr(), den.data_ptr(), 0 if top is None else top.data_ptr())
-
-
 def _columns(place: _Place, S: int, device: torch.device) -> Tensor:
     """The keys of each query's window, [T, cells]; those beyond the ends are the first and the last."""
     first = torch.arange(place.T, device=device)[:, None] + (place.offset - place.behind)
@@ -228,7 +232,7 @@ def _shifted(right: Tensor, place: _Place) -> Tensor:
 
 
 def _low_rank_band(left: Tensor, right: Tensor, place: _Place) -> Tensor:
-    """left . right of each cell, [T, cells]; float64 unless small: a bias of 1e4 has few digits in float32."""
+    """left . right of each cell, [T, cells]; float64 unless small: 1e4 has few digits in float32."""
     dtype = torch.float32 if _is_small(left, right) else torch.float64
     left, right = left.to(dtype), _shifted(right, place).to(dtype)
     band = left.new_empty(place.T, place.cells)
@@ -276,9 +280,8 @@ def _gradient_of_bias(of_cells: Tensor, table, left, right, kernel, place: _Plac
         grad.zero_()
         if S:
             columns = _columns(place, S, table.device)
-            grad.scatter_add_(
-                -1, columns.expand(band.shape), band
-            )  # 0 is added for what lies beyond the ends
+            # What lies beyond the ends is 0, and is added to them.
+            grad.scatter_add_(-1, columns.expand(band.shape), band)
         return grad.to(table.dtype), None, None, None
     band, shifted = of_cells.sum(0), _shifted(right, place).float()
     grad_left, grad_shifted = torch.zeros(left.shape), torch.zeros(shifted.shape)
@@ -313,6 +316,7 @@ _WINDOW_BACKWARD = register(
     _fake_window_backward,
     f"(Tensor grad, {_CALL}) -> ({', '.join(['Tensor'] * 9)})",
 )
+_GRADIENTS = without_derivative(_WINDOW_BACKWARD, "native")
 _TENSORS = 11
 
 
@@ -327,10 +331,10 @@ class _NativeWindow(torch.autograd.Function):
         ctx.settings = inputs[_TENSORS:]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads_of_outputs):
         inputs = ctx.saved_tensors  # read once: under activation checkpointing there is no second time
-        differentiate = _NativeWindowBackward.apply if may_differentiate_again() else _WINDOW_BACKWARD
-        of_rest = differentiate(grad, *inputs, *ctx.settings)
+        differentiate = _GRADIENTS.apply if may_differentiate_again() else _WINDOW_BACKWARD
+        of_rest = differentiate(*grads_of_outputs, *inputs, *ctx.settings)
         of_rest, (of_num, of_den) = of_rest[:7], of_rest[7:]
         grads = [None if x is None else g for x, g in zip(inputs[:7], of_rest, strict=True)]
         num, den = inputs[8:10]
@@ -349,13 +353,3 @@ class _NativeWindow(torch.autograd.Function):
 
 def _as_tuple(*args) -> tuple[Tensor]:
     return (_NativeWindow.apply(*args),)
-
-
-class _NativeWindowBackward(FirstDerivative):
-    @staticmethod
-    def forward(*args):
-        return _WINDOW_BACKWARD(*args)
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return map_over(_NativeWindowBackward.apply, info.batch_size, in_dims, args)
