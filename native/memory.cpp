@@ -1,5 +1,6 @@
 #include "memory.hpp"
 
+#include <cstring>
 #include <new>
 
 #if defined(__linux__)
@@ -26,7 +27,11 @@ void expect_writes(void* data, std::int64_t bytes) {
 }
 
 Buffer::Buffer(std::int64_t bytes) : data_(::operator new(static_cast<std::size_t>(bytes), kAlignment)) {
+#ifdef AFT_CHECKED
+  std::memset(data_, 0xff, static_cast<std::size_t>(bytes));
+#else
   expect_writes(data_, bytes);
+#endif
 }
 
 Buffer::~Buffer() { ::operator delete(data_, kAlignment); }

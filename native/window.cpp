@@ -41,10 +41,10 @@ int useful(const Window& problem, int threads) {
 class Weights {
  public:
   Weights(Window& problem, int threads)
-      : rows_(problem.bias == nullptr ? 0 : count_rows(problem)),
+      : rows_(problem.kernel != nullptr ? 0 : count_rows(problem)),
         weights_((rows_ * problem.cells() + kRoom) * std::int64_t(sizeof(float))),
         kinds_(rows_ + 1) {
-    if (problem.bias == nullptr) return;
+    if (problem.kernel != nullptr) return;
     const std::int64_t cells = problem.cells(), blocks = (rows_ + kRowsOfTask - 1) / kRowsOfTask;
     float* const weights = static_cast<float*>(weights_.data());
     RowOfBias* const kinds = static_cast<RowOfBias*>(kinds_.data());

@@ -1,5 +1,5 @@
-// AFT-local and AFT-conv, whose keys have a bias inside a window around the query: what their kernels are
-// given. See aft/ops/native.py for the meaning of each tensor.
+// AFT-local and AFT-conv, whose keys have a bias inside a window around the query, and AFT-full, whose window
+// holds all keys: what their kernels are given. See aft/ops/native.py for the meaning of each tensor.
 #pragma once
 
 #include <cstdint>

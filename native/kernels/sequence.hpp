@@ -56,7 +56,7 @@ class Sequence {
       if (is_written && is_complete(output, start, rows)) continue;
       form_terms(c);
       sweep(
-          terms_, (kChunk + span_) * pair, kChunk + span_, rows, before(c), after(c), true, !problem_.causal, kernel_,
+          terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal, kernel_,
           [&](std::int64_t row) { weigh_keys(start + row); },
           [&](std::int64_t row, int vector, const Tile<Real>& tile) {
             const Part part = task_.template part<Real>(vector);
@@ -88,6 +88,17 @@ class Sequence {
   }
 
  private:
+  // Some rows of an array: the others hold nothing.
+  struct Filled {
+    std::int64_t begin, end;
+  };
+
+  // Those of `count` rows, from position `first` on, that are among the positions from 0 to `end`.
+  static Filled filled(std::int64_t first, std::int64_t count, std::int64_t end) {
+    const std::int64_t last = end - first < count ? end - first : count;
+    return {first < 0 ? -first : 0, last};
+  }
+
   static std::int64_t count_chunks(const Window& problem) {
     const std::int64_t keys = problem.causal ? 0 : problem.keys - problem.offset;
     const std::int64_t rows = problem.queries > keys ? problem.queries : keys;
@@ -134,6 +145,7 @@ class Sequence {
   }
   // The position that the first of a chunk's terms belongs to.
   std::int64_t first_term(std::int64_t c) const { return c * kChunk + problem_.offset - problem_.behind; }
+  Filled filled_terms(std::int64_t c) const { return filled(first_term(c), kChunk + span_, problem_.keys); }
   const double* before(std::int64_t c) const { return sums_before_ + c * vectors_ * pair; }
   const double* after(std::int64_t c) const { return problem_.causal ? none_ : sums_after_ + c * vectors_ * pair; }
   const Real* origin(std::int64_t c) const { return origin_ + c * width_; }
@@ -396,18 +408,18 @@ class Sequence {
     }
   }
 
-  // Sums for each of `rows` rows over the first `reach` rows of x, and what is before and after those.
+  // Sums for each of `rows` rows over rows of x, and what is before and after those.
   // weigh(row) prepares the weights of the tile from that row on, write(row, vector, tile) takes its sums.
   template <class Weigh, class Write>
   [[gnu::always_inline]] void sweep(
-      const Real* x, std::int64_t stride, std::int64_t reach, std::int64_t rows, const double* before,
+      const Real* x, std::int64_t stride, Filled range, std::int64_t rows, const double* before,
       const double* after, bool sees_left, bool sees_right, const Real* kernel, Weigh weigh, Write write) {
     const std::int64_t tiles = (rows + kTile - 1) / kTile, width = span_ + kTile;
     for (int vector = 0; vector < vectors_; ++vector) {
       const Real* const of_vector = x + vector * stride;
       put_pair(left_ + vector * pair, narrow(before + vector * pair), narrow(before + vector * pair + lanes));
       Numbers num = narrow(after + vector * pair), den = narrow(after + vector * pair + lanes);
-      std::int64_t next = sees_right ? reach : 0;
+      std::int64_t next = sees_right ? range.end : 0;
       for (std::int64_t tile = tiles; tile-- > 0;) {
         while (next > tile * kTile + width) add_pair(of_vector + --next * pair, num, den);
         put_pair(right_ + (vector * tiles + tile) * pair, num, den);
@@ -415,6 +427,8 @@ class Sequence {
     }
     for (std::int64_t tile = 0; tile < tiles; ++tile) {
       weigh(tile * kTile);
+      const std::int64_t empty = range.begin - tile * kTile, full = range.end - tile * kTile;
+      const std::int64_t first = empty > 0 ? empty : 0, last = full < width ? full : width;
       for (int vector = 0; vector < vectors_; ++vector) {
         const Real* const here = x + vector * stride + tile * kTile * pair;
         Real* const left = left_ + vector * pair;
@@ -422,11 +436,11 @@ class Sequence {
         add_pair(right_ + (vector * tiles + tile) * pair, num, den);
         Tile<Real> sums(num, den);
         if (kernel != nullptr) {
-          const Real* const weights = kernel + (vector * padded_cells() + kTile - 1) * lanes;
-          accumulate<Real>(sums, here, width, [&](std::int64_t m, int i) { return at(weights + (m - i) * lanes); });
+          const Real* const weights = kernel + (vector * padded_cells() + kTile - 1 + first) * lanes;
+          accumulate<Real>(sums, here + first * pair, last - first, [&](std::int64_t m, int i) { return at(weights + (m - i) * lanes); });
         } else {
-          const Real* const weights = weights_;
-          accumulate<Real>(sums, here, width, [&](std::int64_t m, int i) { return weights[m * kTile + i]; });
+          const Real* const weights = weights_ + first * kTile;
+          accumulate<Real>(sums, here + first * pair, last - first, [&](std::int64_t m, int i) { return weights[m * kTile + i]; });
         }
         write(tile * kTile, vector, sums);
         if (!sees_left) continue;
@@ -459,7 +473,7 @@ class Sequence {
       if (problem_.causal) mark(c);
       form_terms(c);
       sweep(
-          terms_, (kChunk + span_) * pair, kChunk + span_, rows, before(c), after(c), true, !problem_.causal, kernel_,
+          terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal, kernel_,
           [&](std::int64_t row) { weigh_keys(start + row); },
           [&](std::int64_t row, int vector, const Tile<Real>& tile) {
             const Part part = task_.template part<Real>(vector);
@@ -511,7 +525,8 @@ class Sequence {
       const std::int64_t term = behind - more;  // of the first key
       const double* const before = problem_.causal ? none_ : upstream_before_ + c * vectors_ * pair;
       sweep(
-          seen_, (key_rows_ + span_) * pair, reach, rows, before, total_, !problem_.causal, true, flipped_,
+          seen_, (key_rows_ + span_) * pair, filled(first, reach, end < queries ? end : queries), rows, before,
+          total_, !problem_.causal, true, flipped_,
           [&](std::int64_t row) { weigh_queries(first + row); },
           [&](std::int64_t row, int vector, const Tile<Real>& tile) {
             const Part part = task_.template part<Real>(vector);
@@ -647,9 +662,12 @@ class Sequence {
     for (int i = 0; i < kTile; ++i) {  // rows that do not exist repeat the last, and are dropped
       at_row[i] = (start + (i < rows ? i : rows - 1)) * pair;
     }
-    for (std::int64_t m = 0; m < span_ + kTile; m += kKeys) {
+    const Filled range = filled_terms(c);
+    const std::int64_t first = range.begin > row ? range.begin - row : 0;
+    const std::int64_t last = range.end - row < span_ + kTile ? range.end - row : span_ + kTile;
+    for (std::int64_t m = first; m < last; m += kKeys) {
       Numbers sums[kKeys][kTile] = {};
-      const std::int64_t second = m + 1 < span_ + kTile ? pair : 0;
+      const std::int64_t second = m + 1 < last ? pair : 0;
       for (int vector = 0; vector < vectors_; ++vector) {
         const Real* const of_keys = terms(vector) + (row + m) * pair;
         const Real* const of_rows = upstream(vector);
@@ -662,7 +680,7 @@ class Sequence {
           sums[1][i] += of_num * x1 - of_den * y1;
         }
       }
-      for (int k = 0; k < kKeys && m + k < span_ + kTile; ++k) {
+      for (int k = 0; k < kKeys && m + k < last; ++k) {
         for (int i = 0; i < rows; ++i) {
           const std::int64_t cell = m + k - i;
           if (cell < 0 || cell >= cells) continue;

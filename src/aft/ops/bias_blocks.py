@@ -5,6 +5,7 @@ share a bias: one for AFT-full, B when each sequence brings its own, the heads o
 """
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from aft.ops.tiles import Blocks
 
 # A bound in nats on biases that float32 products of low rank give to 1e-6.
 SMALL_BIAS = 8.0
+# Biases of low rank looked at together for their bounds.
+ROWS_BUDGET = 1 << 18
 
 
 class BlockSource(ABC):
@@ -37,6 +40,10 @@ class BlockSource(ABC):
     @abstractmethod
     def spread(self) -> float:
         """A bound on the distance of two finite biases of a row, in nats."""
+
+    @abstractmethod
+    def bounds(self, enough: float) -> tuple[float, float]:
+        """Bounds on all finite biases, in nats; they may be loose where they are within ``enough`` of 0."""
 
 
 def window(table: Tensor, blocks: Blocks) -> Tensor:
@@ -74,11 +81,23 @@ def spread(x: Tensor, dim: int) -> float:
     if x.numel() == 0:
         return 0.0
     x = x.detach()
-    low, top = x.aminmax(dim=dim, keepdim=True)
+    low, top = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     hidden = torch.isneginf(x) if torch.isneginf(low).any() else None
     if hidden is not None:
         low = torch.where(hidden, top, x).amin(dim, keepdim=True)
     return float((top - low).nan_to_num(0.0).amax())
+
+
+def finite_bounds(table: Tensor) -> tuple[float, float]:
+    """The smallest and the largest entry of a table [G, T, S] but for -inf, (0, 0) if there is none."""
+    if table.numel() == 0:
+        return 0.0, 0.0
+    low, high = (float(x) for x in table.detach().aminmax())
+    if high == -torch.inf:
+        return 0.0, 0.0
+    if low == -torch.inf:
+        low = min(float(x.masked_fill(torch.isneginf(x), high).amin()) for x in table.detach().split(64, 1))
+    return low, high
 
 
 class ZeroBlocks(BlockSource):
@@ -101,6 +120,9 @@ class ZeroBlocks(BlockSource):
 
     def spread(self) -> float:
         return 0.0
+
+    def bounds(self, enough: float) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 class DenseBlocks(BlockSource):
@@ -125,6 +147,14 @@ class DenseBlocks(BlockSource):
     def spread(self) -> float:
         return spread(self.table, 2)
 
+    def bounds(self, enough: float) -> tuple[float, float]:
+        low, high = self._table_bounds
+        return (low, high) if self.window_size is None else (min(low, 0.0), max(high, 0.0))
+
+    @cached_property
+    def _table_bounds(self) -> tuple[float, float]:
+        return finite_bounds(self.table)
+
 
 class LowRankBlocks(BlockSource):
     """left [T, R] times right [S, R]; in float64 unless small: a bias of 1e4 has few digits in float32."""
@@ -132,7 +162,7 @@ class LowRankBlocks(BlockSource):
     def __init__(self, left: Tensor, right: Tensor, window_size: int | None):
         self.left, self.right, self.window_size = left[None], right[None], window_size
         narrow = torch.promote_types(left.dtype, torch.float32)
-        self.dtype = narrow if self.spread() <= 2.0 * SMALL_BIAS else torch.float64
+        self.dtype = narrow if self._bound <= SMALL_BIAS else torch.float64
 
     def _factors(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         return (
@@ -158,10 +188,32 @@ class LowRankBlocks(BlockSource):
         return [self.grad_left[0].to(self.left.dtype), self.grad_right[0].to(self.right.dtype)]
 
     def spread(self) -> float:
+        return 2.0 * self._bound
+
+    def bounds(self, enough: float) -> tuple[float, float]:
+        return (-self._bound, self._bound) if self._bound <= enough else self._bounds
+
+    @cached_property
+    def _bound(self) -> float:
+        """On the size of a bias, by the norms of its factors."""
         if 0 in (self.left.numel(), self.right.numel()):
             return 0.0
         left, right = (x.detach().double().norm(dim=2).amax() for x in (self.left, self.right))
-        return 2.0 * float(left * right)
+        return float(left * right)
+
+    @cached_property
+    def _bounds(self) -> tuple[float, float]:
+        """On all biases, by a look at each."""
+        narrow = torch.promote_types(self.left.dtype, torch.float32)
+        left, right = (x[0].detach().to(narrow) for x in (self.left, self.right))
+        low, high = left.new_full((), torch.inf), left.new_full((), -torch.inf)
+        # In the same memory each time: small results between large temporaries would keep the heap in pieces.
+        room = left.new_empty(max(1, ROWS_BUDGET // len(right)), len(right))
+        for rows in left.split(len(room)):
+            here = torch.mm(rows, right.mT, out=room[: len(rows)]).aminmax()
+            # A NaN is passed on.
+            low, high = torch.minimum(here.min, low), torch.maximum(here.max, high)
+        return float(low), float(high)
 
 
 class KernelBlocks(BlockSource):
@@ -213,6 +265,10 @@ class KernelBlocks(BlockSource):
         finite = self.kernel.detach().masked_fill(torch.isinf(self.kernel), 0.0)
         return 2.0 * float(finite.abs().amax())  # the bias outside the kernel is 0
 
+    def bounds(self, enough: float) -> tuple[float, float]:
+        low, high = finite_bounds(self.kernel)
+        return min(low, 0.0), max(high, 0.0)
+
 
 class MaskedBlocks(BlockSource):
     """Another source with keys hidden where ``hidden`` [B or 1, T, S] is True; B divides the ``groups``."""
@@ -237,6 +293,9 @@ class MaskedBlocks(BlockSource):
 
     def spread(self) -> float:
         return self.source.spread()
+
+    def bounds(self, enough: float) -> tuple[float, float]:
+        return self.source.bounds(enough)
 
 
 def _inside(block: Tensor, blocks: Blocks, window_size: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Portable PyTorch on any device: `aft.ops.tiled` as operators with autograd, under every transform.
+"""Portable PyTorch on any device: `aft.ops.products` as operators with autograd, under every transform.
 
 The two passes are torch operators without autograd of their own (``torch.ops.aft.eager_mean`` and
 ``eager_mean_backward``), opaque to ``torch.compile``; an autograd Function joins them, and works under
@@ -8,7 +8,7 @@ The two passes are torch operators without autograd of their own (``torch.ops.af
 import torch
 from torch import Tensor
 
-from aft.ops import tiled
+from aft.ops import products
 from aft.ops.bias_blocks import (
     BlockSource,
     DenseBlocks,
@@ -18,7 +18,8 @@ from aft.ops.bias_blocks import (
     ZeroBlocks,
     spread,
 )
-from aft.ops.operators import map_over, register
+from aft.ops.operators import map_over, register, without_derivative
+from aft.ops.products import KeyRange
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
 from aft.ops.sums import Sums
 from aft.ops.tiles import Plan, banded_plan, dense_plan
@@ -31,6 +32,8 @@ SATURATED_KEYS = 30.0
 SATURATED_BIAS = 16.0
 # A product T * S * N * P up to which float64 costs nothing beside the calls themselves.
 SMALL = 1 << 14
+# A gradient over its denominator that is not much above the smallest normal float32.
+VANISHING = 1e-30
 
 
 def mean(problem: Problem) -> Tensor:
@@ -38,7 +41,8 @@ def mean(problem: Problem) -> Tensor:
 
     Time O(T S D) for a full bias, O(T s D) for a window or kernel of s, O(T D) without a bias; memory O(T D).
     """
-    return _solve(problem, _EagerMean)[0].flatten(2)
+    # Nothing reads the sums of a mean but its backward pass.
+    return _solve(problem, _EagerMean, with_sums=torch.is_grad_enabled())[0].flatten(2)
 
 
 def sums(problem: Problem) -> Sums:
@@ -46,13 +50,16 @@ def sums(problem: Problem) -> Sums:
 
     Gradients flow through num and den, to which the maxima are constants.
     """
-    result, den, key_max, bias_max = _solve(problem, _EagerSums)
-    # A mean near the end of float32's range times the number of its keys is out of it.
+    result, den, key_max, bias_max = _solve(problem, _EagerSums, with_sums=True)
+    # Sums near the ends of float32's range cannot be joined with others in it, so all of their size is put
+    # into the maximum. A mean near its end times the number of its keys is out of it.
+    size = den.detach().masked_fill(den == 0, 1.0)
+    den, bias_max = den / size, bias_max + size.double().log()
     return Sums(result.double() * den[..., None], den, key_max, bias_max)
 
 
-def _solve(problem: Problem, function: type[torch.autograd.Function]) -> tuple[Tensor, ...]:
-    """The outputs of `eager_mean` for a problem: [B, T, H, P] and [B, T, H]."""
+def _solve(problem: Problem, function: type[torch.autograd.Function], with_sums: bool) -> tuple[Tensor, ...]:
+    """The outputs of `eager_mean` for a problem: [B, T, H, P] and, ``with_sums``, [B, T, H]."""
     B, S, H = problem.keys.shape
     P, T = problem.head_channels, problem.target_length
     keys, values = problem.keys, problem.values.unflatten(2, (H, P))
@@ -93,9 +100,9 @@ def _solve(problem: Problem, function: type[torch.autograd.Function]) -> tuple[T
     # Dynamo cannot trace a Function of which no input wants a gradient.
     inputs = (keys, values, table, left, right, kernel)
     tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    call = _MEAN if torch.compiler.is_compiling() and not tracked else function.apply
+    call = _mean_operator if torch.compiler.is_compiling() and not tracked else function.apply
     result, *sums = call(
-        keys, values, table, left, right, kernel, mask, T, problem.causal, problem.window_size,
+        with_sums, keys, values, table, left, right, kernel, mask, T, problem.causal, problem.window_size,
         query_width, key_width, anchor_row, anchor_column,
     )  # fmt: skip
 
@@ -109,20 +116,27 @@ def _solve(problem: Problem, function: type[torch.autograd.Function]) -> tuple[T
             return x.view(T, B, H, x.shape[3]).transpose(0, 1)
         return x
 
-    return unfold(result), *(unfold(x[..., None])[..., 0] for x in sums)
+    return unfold(result), *(unfold(x[..., None])[..., 0] for x in sums if with_sums)
 
 
-def eager_mean(keys: Tensor, values: Tensor, *bias_and_settings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def eager_mean(
+    keys: Tensor, values: Tensor, *bias_and_settings, with_sums: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """keys [G, S, N], values [G, S, N, P] -> mean [G, T, N, P], float32 or wider.
 
-    Also what the backward pass wants of the sums: den, max and bias_max [G, T, N], see `Sums`.
+    Also what the backward pass wants of the sums: den, max and bias_max [G, T, N], see `Sums`; empty without
+    ``with_sums``.
     """
     with without_autocast(keys):
         source, plan, T = _prepare(keys, *bias_and_settings)
         dtype = _result_dtype(keys, values)
-        values = _without_absent(keys, values)
+        key_range = KeyRange.of(keys)
+        values = _without_absent(keys, values, key_range)
         wide = torch.float64 if _is_extreme(values) else dtype
-        result, sums = tiled.forward(keys.to(wide), values.to(wide), source, plan, T)
+        result, sums = products.forward(keys.to(wide), values.to(wide), key_range, source, plan, T)
+        if not with_sums:
+            none = result.new_empty(0, dtype=dtype)
+            return result.to(dtype).contiguous(), none, none.clone(), none.double()
         outputs = (result.to(dtype), sums.den.to(dtype), sums.max.to(dtype), sums.bias_max)
         return tuple(x.contiguous() for x in outputs)  # pyrefly: ignore[bad-return]
 
@@ -145,17 +159,22 @@ def eager_mean_backward(
     with without_autocast(keys):
         source, plan, T = _prepare(keys, *bias_and_settings)
         dtype = result.dtype
-        values_seen = _without_absent(keys, values)
+        key_range = KeyRange.of(keys)
+        values_seen = _without_absent(keys, values, key_range)
         sums = Sums(result, den, key_max, bias_max)
         grad_log_den = None if grad_den is None else grad_den * den
-        extreme = _is_extreme(values_seen, grad, grad_log_den)
-        if T * values.numel() <= SMALL or extreme or _is_saturated(keys, source):
+        if (
+            T * values.numel() <= SMALL
+            or _is_extreme(values_seen, grad, grad_log_den)
+            or _vanishes(grad, grad_log_den, den)
+            or _is_saturated(keys, key_range, source)
+        ):
             dtype = torch.float64
         k, v = keys.to(dtype), values_seen.to(dtype)
         if dtype != result.dtype:
-            result, sums = tiled.forward(k, v, source, plan, T)
-        grad_keys, grad_values = tiled.backward(
-            grad.to(dtype), k, v, source, plan, result, sums,
+            result, sums = products.forward(k, v, key_range, source, plan, T)
+        grad_keys, grad_values = products.backward(
+            grad.to(dtype), k, v, key_range, source, plan, result, sums,
             None if grad_log_den is None else grad_log_den.to(dtype),
         )  # fmt: skip
         of_bias = [x.contiguous() for x in source.gradients()]
@@ -201,14 +220,13 @@ def _prepare(
     if hidden is not None:
         source = MaskedBlocks(source, hidden, keys.shape[0])
     if band is None or hidden is not None or (band[0] >= T and band[1] >= S):
-        return source, dense_plan(T, S, causal), T
+        return source, dense_plan(T, S, causal, keys.shape[0]), T
     return source, banded_plan(T, S, causal, *band), T
 
 
-def _without_absent(keys: Tensor, values: Tensor) -> Tensor:
+def _without_absent(keys: Tensor, values: Tensor, key_range: KeyRange) -> Tensor:
     """The values, 0 where their key is absent (-inf), lest there be a NaN."""
-    absent = torch.isneginf(keys)
-    return values.masked_fill(absent[..., None], 0.0) if absent.any() else values
+    return values if key_range.complete else values.masked_fill(torch.isneginf(keys)[..., None], 0.0)
 
 
 def _is_extreme(values: Tensor, *grads: Tensor | None) -> bool:
@@ -218,37 +236,55 @@ def _is_extreme(values: Tensor, *grads: Tensor | None) -> bool:
     """
     if values.numel() == 0 or values.dtype == torch.float64:
         return False
-    low, high = values.detach().aminmax(dim=1)
-    size = torch.maximum(-low, high)
+    values = values.detach()
+    size = torch.maximum(-values.amin(1), values.amax(1))
     largest = float(size.amax())
     for grad in grads:
         if grad is not None and grad.numel():
-            low, high = grad.detach().aminmax()
-            largest = max(1.0, largest) * max(1.0, -float(low), float(high))
+            largest = max(1.0, largest) * max(1.0, _largest(grad))
     if grads:
         largest *= values[:1, :1].numel()
     smallest = float(size.masked_fill(size == 0, 1.0).amin())
     return not (largest <= LARGE and smallest >= 1.0 / LARGE)
 
 
-def _is_saturated(keys: Tensor, source: BlockSource) -> bool:
+def _vanishes(grad: Tensor, grad_log_den: Tensor | None, den: Tensor) -> bool:
+    """Whether all gradients may be too small for float32 once they are divided by the denominator."""
+    if grad.numel() == 0 or grad.dtype == torch.float64:
+        return False
+    largest = max(_largest(x) for x in (grad, grad_log_den) if x is not None)
+    return 0.0 < largest < VANISHING * float(den.amax())
+
+
+def _largest(x: Tensor) -> float:
+    """The largest absolute value."""
+    low, high = x.detach().aminmax()
+    return max(-float(low), float(high))
+
+
+def _is_saturated(keys: Tensor, key_range: KeyRange, source: BlockSource) -> bool:
     """Whether keys or biases are so far apart that most weights are 0 or 1.
 
     The gradients of keys and biases are then small differences of large terms, g . v - g . y, and in float32
     would be rounding noise.
     """
-    return not (spread(keys, 1) <= SATURATED_KEYS and source.spread() <= SATURATED_BIAS)
+    near = keys.numel() == 0 or float((key_range.high - key_range.low).amax()) <= SATURATED_KEYS
+    if not near and (key_range.complete or not spread(keys, 1) <= SATURATED_KEYS):
+        return True
+    low, high = source.bounds(SATURATED_BIAS / 2)
+    return not (high - low <= SATURATED_BIAS or source.spread() <= SATURATED_BIAS)
 
 
 def _result_dtype(keys: Tensor, values: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(keys.dtype, values.dtype), torch.float32)
 
 
-def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *_):
+def _fake_mean(keys, values, table, left, right, kernel, hidden, T, *_, with_sums=True):
     G, _, N = keys.shape
     result = keys.new_empty(G, T, N, values.shape[3], dtype=_result_dtype(keys, values))
-    sums = (result.new_empty(G, T, N), result.new_empty(G, T, N))
-    return result, *sums, keys.new_empty(G, T, N, dtype=torch.float64)
+    shape = (G, T, N) if with_sums else (0,)
+    sums = (result.new_empty(shape), result.new_empty(shape))
+    return result, *sums, keys.new_empty(shape, dtype=torch.float64)
 
 
 def _fake_mean_backward(
@@ -265,7 +301,9 @@ _CALL = (
     "SymInt T, bool causal, SymInt? window_size, SymInt query_width, SymInt key_width, SymInt anchor_row, "
     "SymInt anchor_column"
 )
-_MEAN = register(eager_mean, _fake_mean, f"({_CALL}) -> (Tensor, Tensor, Tensor, Tensor)")
+_MEAN = register(
+    eager_mean, _fake_mean, f"({_CALL}, *, bool with_sums=True) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 _MEAN_BACKWARD = register(
     eager_mean_backward,
     _fake_mean_backward,
@@ -274,24 +312,11 @@ _MEAN_BACKWARD = register(
 )
 
 
-class _EagerMeanBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(*args):
-        return _MEAN_BACKWARD(*args)
+_GRADIENTS = without_derivative(_MEAN_BACKWARD, "eager")
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
 
-    @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError(
-            "impl='eager' has no second derivative of an AFT operation; impl='reference' differentiates twice"
-        )
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return map_over(_EagerMeanBackward.apply, info.batch_size, in_dims, args)
+def _mean_operator(with_sums: bool, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _MEAN(*args, with_sums=with_sums)
 
 
 class _EagerMean(torch.autograd.Function):
@@ -299,7 +324,7 @@ class _EagerMean(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return _MEAN(*args)
+        return _mean_operator(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -320,7 +345,7 @@ class _EagerSums(torch.autograd.Function):
 
     @staticmethod
     def forward(*args):
-        return _MEAN(*args)
+        return _mean_operator(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -337,17 +362,19 @@ class _EagerSums(torch.autograd.Function):
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*output, *inputs[:7])
-    ctx.settings = inputs[7:]
+    _, *tensors = inputs[:8]
+    ctx.save_for_backward(*output, *tensors)
+    ctx.settings = inputs[8:]
 
 
 def _gradients(ctx, grad: Tensor, grad_den: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     _, _, table, left, right, kernel, _ = saved[4:]
     # Dynamo cannot trace a Function inside another's backward, and has no second derivatives anyway.
-    differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _EagerMeanBackward.apply
+    differentiate = _MEAN_BACKWARD if torch.compiler.is_compiling() else _GRADIENTS.apply
     grad_keys, grad_values, first, second = differentiate(grad, grad_den, *saved, *ctx.settings)
     return (
+        None,
         grad_keys,
         grad_values,
         None if table is None else first,

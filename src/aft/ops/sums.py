@@ -11,8 +11,9 @@ class Sums(NamedTuple):
 
     ``num`` [..., N, P] is sum_s exp(x_s - max - bias_max) v_s and ``den`` [..., N] is
     sum_s exp(x_s - max - bias_max), for x = k + w; both float32 or wider. ``max`` [..., N] is the key and
-    ``bias_max`` [..., N], float64, the bias of an exponent close to the largest. They stay apart because in
-    their sum the larger swallows the smaller: in float32 already at 1e4. An empty set is (0, 0, -inf, 0).
+    ``bias_max`` [..., N], float64, the bias of an exponent close to the largest, or to the logarithm of their
+    sum. They stay apart because in their sum the larger swallows the smaller: in float32 already at 1e4. An
+    empty set is (0, 0, -inf, 0).
     """
 
     num: Tensor

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 TILE = 64
-TALL = 256
-WIDE = 512
+# Sides of the largest tiles of one bias; of several at once half of them.
+TALL = 512
+WIDE = 1024
+# Sides of a block for one plain product, and the rows of those on the diagonal: large, for BLAS is then
+# fastest, and small, for half of their last columns is hidden.
+STRIP, STRIP_ROWS, STEP = 512, 512, 128
 
 
 @dataclass(frozen=True)
@@ -59,25 +63,27 @@ class Plan:
 
     blocks: tuple[Blocks, ...]
     far: Far | None
+    causal: bool
 
 
 @lru_cache(maxsize=256)
-def dense_plan(T: int, S: int, causal: bool) -> Plan:
-    """Every visible pair (t, s) is in exactly one block."""
+def dense_plan(T: int, S: int, causal: bool, groups: int = 1) -> Plan:
+    """Every visible pair (t, s) is in exactly one block, read for ``groups`` biases at once."""
+    tall, wide = (TALL, WIDE) if groups == 1 else (TALL // 2, WIDE // 2)
     squares: list[tuple[int, int, int, int, bool]] = []
     diagonal = min(T, S) if causal else 0
     for start in range(0, diagonal, TILE):
         size = min(TILE, diagonal - start)
         squares.append((start, start, size, size, True))
     half = TILE
-    while half < TALL:
+    while half < tall:
         for start in range(0, diagonal - half, 2 * half):
             squares.append((start + half, start, min(half, diagonal - start - half), half, False))
         half *= 2
-    for start, stop in _cut(0, diagonal, TALL) + _cut(diagonal, T, TALL):
+    for start, stop in _cut(0, diagonal, tall) + _cut(diagonal, T, tall):
         seen = start if start < diagonal else S
-        squares += [(start, left, stop - start, right - left, False) for left, right in _cut(0, seen, WIDE)]
-    return Plan(_gather(squares), None)
+        squares += [(start, left, stop - start, right - left, False) for left, right in _cut(0, seen, wide)]
+    return Plan(_gather(squares), None, causal)
 
 
 @lru_cache(maxsize=256)
@@ -100,13 +106,37 @@ def banded_plan(T: int, S: int, causal: bool, behind: int, ahead: int) -> Plan:
                 squares.append((start, start, stop - start, min(stop, S) - start, True))
         squares += [
             (start, left, stop - start, right - left, False)
-            for left, right in _cut(first * TILE, min(last * TILE, S), WIDE)
+            for left, right in _cut(first * TILE, min(last * TILE, S), WIDE // 2)
         ]
         before.append(first)
         after.append(tiles if causal else last)
     if not any(before) and all(bound == tiles for bound in after):
-        return Plan(_gather(squares), None)
-    return Plan(_gather(squares), Far(tuple(before), tuple(after)))
+        return Plan(_gather(squares), None, causal)
+    return Plan(_gather(squares), Far(tuple(before), tuple(after)), causal)
+
+
+@lru_cache(maxsize=256)
+def strips(T: int, S: int, causal: bool, groups: int) -> tuple[tuple[Blocks, ...], ...]:
+    """Single blocks for plain products, every visible pair in exactly one, by the keys they begin with.
+
+    The first strip visits every query. A triangular block may begin left of the diagonal. With several
+    ``groups`` to a product its blocks are smaller, so that its size stays.
+    """
+    width = max(TILE, STRIP >> (groups.bit_length() // 2))
+    height = max(TILE, STRIP_ROWS * STRIP // (groups * width))
+    result = []
+    for left, right in _cut(0, min(S, T) if causal else S, width):
+        diagonal = _cut(left, min(right, T), STEP) if causal else []
+        below = _cut(right if causal else 0, T, height)
+        steps = [(top, bottom, min(bottom, right), True) for top, bottom in diagonal]
+        steps += [(top, bottom, right, False) for top, bottom in below]
+        result.append(
+            tuple(
+                Blocks(top, left, bottom - top, end - left, 1, 1, triangular, left == 0)
+                for top, bottom, end, triangular in steps
+            )
+        )
+    return tuple(result)
 
 
 def _cut(start: int, stop: int, size: int) -> list[tuple[int, int]]:

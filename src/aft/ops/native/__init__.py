@@ -1,4 +1,4 @@
-"""The C++ kernels for CPUs, from the sources in ``native/``: AFT-simple, AFT-local and AFT-conv.
+"""The C++ kernels for CPUs, from the sources in ``native/``: AFT-simple, -local, -conv, and short AFT-full.
 
 They are compiled for several levels of vector instructions, of which the best that the processor has is in
 use; the environment variable AFT_NATIVE_LEVEL (portable, avx2, avx512) asks for another. As many threads work
@@ -16,7 +16,9 @@ from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_au
 from aft.ops.state import AFTState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Keys of a window with a bias for each pair: of more, torch's matrix products are faster.
+# Pairs of a query and a key in AFT-full, and keys of AFT-local's windows: of more, the matrix products of
+# impl="eager" are faster.
+MOST_PAIRS = 1 << 15
 MOST_CELLS, FEW_CELLS = 512, 128
 
 
@@ -38,8 +40,6 @@ def why_not(problem: Problem) -> str | None:
 
 def _why_not_bias(problem: Problem) -> str | None:
     match problem.bias:
-        case DenseBias() | LowRankBias() if problem.window_size is None:
-            return "it has no kernel for AFT-full, whose products are torch's in impl='eager'"
         case DenseBias(table):
             tensors = (table,)
         case LowRankBias(left, right):
@@ -50,12 +50,16 @@ def _why_not_bias(problem: Problem) -> str | None:
             tensors = (kernel,)
         case None:
             return None
-    if problem.window_size is not None:
+    if problem.window_size is None and not isinstance(problem.bias, KernelBias):
+        pairs = problem.target_length * problem.keys.shape[1] // (2 if problem.causal else 1)
+        if pairs > MOST_PAIRS:
+            return f"its kernels are for AFT-full of up to {MOST_PAIRS} pairs, this one has {pairs}"
+    elif problem.window_size is not None:
         reach = window.reach(problem)
         # The bands of biases and of their gradients are to be small beside the values.
         most = min(MOST_CELLS, max(FEW_CELLS, 2 * problem.values.shape[0] * problem.values.shape[2]))
         if reach > most:
-            return f"its kernels are for windows of up to {most} keys here, this one has {reach}"
+            return f"its kernels are for windows of up to {most} keys here, this one reaches {reach}"
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
             return f"position biases must be float32, bfloat16 or float16, got {tensor.dtype}"

@@ -1,4 +1,4 @@
-"""AFT-local and AFT-conv as operators over the C++ kernels.
+"""AFT-local and AFT-conv, and AFT-full as a window that holds all, as operators over the C++ kernels.
 
 The operators (``torch.ops.aft.native_window`` and ``native_window_backward``) have no autograd of their own,
 and an autograd Function joins them. Nothing but the inputs is saved: the backward pass sums again.
@@ -60,7 +60,7 @@ def solve(problem: Problem, q: Tensor | None, past: AFTState | None = None) -> T
 
 
 def reach(problem: Problem) -> int:
-    """How many keys the window of AFT-local has."""
+    """How many keys the window of AFT-local has at most."""
     place = _place(
         problem.keys.shape[1], None, problem.target_length, problem.causal, 0, problem.window_size, 0, 0, 0
     )
@@ -92,7 +92,8 @@ def _place(S, kernel, T, causal, offset, window_size, width, anchor_row, anchor_
     elif kernel is not None:
         behind, ahead = anchor_column, kernel.shape[2] - 1 - anchor_column
     else:
-        behind, ahead = min(window_size, T + offset) - 1, min(window_size, S) - 1
+        most = T + offset + S if window_size is None else window_size
+        behind, ahead = min(most, T + offset) - 1, min(most, S) - 1
     if causal and not width:
         ahead = 0
     return _Place(T, causal, offset, max(behind, 0), max(ahead, 0), width, (anchor_row, anchor_column))
@@ -173,7 +174,7 @@ def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: 
     """The problem as the kernels take it, and tensors that have to live as long."""
     P = v.shape[2] // k.shape[2] if k.shape[2] else 1
     q, v = None if q is None else readable(q), readable(v)
-    k = readable(k) if P == 1 else k.repeat_interleave(P, 2)
+    k = readable(k) if P == 1 else _for_each_channel(k, P)
     problem = kernels.Window()
     problem.batches, problem.keys, problem.channels = v.shape
     problem.queries, problem.causal, problem.gated = place.T, place.causal, q is not None
@@ -186,14 +187,14 @@ def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: 
         problem.hidden = rows(hidden)
     before = ()
     if num is not None:
-        before = (num.contiguous(), *(x.repeat_interleave(P, 1).contiguous() for x in (den, top)))
+        before = (num.contiguous(), *(_for_each_channel(x, P) for x in (den, top)))
         problem.before = state(*before)
     kept = (q, k, v, hidden, *before)
     if kernel is not None:
         cells = kernel.flatten(1).float()
         if not place.width:
             cells = cells[:, : place.cells]
-        cells = cells.T.repeat_interleave(P, 1).contiguous()
+        cells = _for_each_channel(cells.T, P)
         problem.kernel_at(cells.data_ptr())
         problem.width, (problem.anchor_row, problem.anchor_column) = place.width, place.anchor
         problem.kernel_height, problem.kernel_width = kernel.shape[1:]
@@ -211,6 +212,11 @@ def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: 
     problem.bias_batch_stride, problem.bias_query_stride, problem.bias_key_stride = strides
     problem.bias_at(bias.data_ptr() + first * bias.element_size(), bias.dtype == torch.float64)
     return problem, (*kept, bias)
+
+
+def _for_each_channel(x: Tensor, P: int) -> Tensor:
+    """[..., H] as [..., H * P], contiguous."""
+    return x[..., None].expand(*x.shape, P).contiguous().flatten(-2)
 
 
 def _columns(place: _Place, S: int, device: torch.device) -> Tensor:
