@@ -31,6 +31,7 @@ commands:
   sample RUN [--count 16] [--out FILE]                          pixels: draw images into a PNG
   complete RUN IMAGE... [--keep 0.5] [--out FILE]               pixels: draw the hidden lower part of images
   classify RUN IMAGE... [--top 5]                               classes of images, with probabilities
+  bench [--length T ...] [--threads N] [--csv FILE]             time the operations beside attention, a minute
   recipes                                                       the recipes, a line each
   info                                                          versions, devices, implementations
 

@@ -6,12 +6,14 @@ What a command needs is imported inside it, so that `--help` waits for neither t
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aft.cli.options import (
     TRAIN_OPTIONS,
+    BenchOptions,
     ClassifyOptions,
     CompleteOptions,
     EvaluateOptions,
@@ -241,9 +243,52 @@ def info(args: list[str]) -> int:
     return 0
 
 
+def bench(args: list[str]) -> int:
+    options = parse(BenchOptions, args, "aft bench")
+    if not options.length:
+        raise CommandError("length has no value; at least one was expected")
+    for length in options.length:
+        if length < 1:
+            raise CommandError(f"length is {length}; expected at least 1")
+    _check_at_least_1(options, "dim", "batch", *(["threads"] if options.threads is not None else []))
+    if not (math.isfinite(options.seconds) and options.seconds >= 0):
+        raise CommandError(f"seconds is {options.seconds:g}; expected a finite number, at least 0")
+    from pathlib import Path
+
+    out = None if options.csv is None else _file_to_write(Path(options.csv), "csv")
+    import torch
+
+    from aft.benchmark import quick
+    from aft.benchmark.machine import description, record
+    from aft.benchmark.tables import csv_text
+    from aft.training.rundir import write_whole
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    print(f"{description()}\n{quick.EXPLANATION}")
+    rows, measured = [], []
+    for length in options.length:
+        try:
+            measured = quick.measure(
+                length, options.dim, options.batch, options.seconds / len(options.length)
+            )
+        except RuntimeError as error:
+            # What torch says of more memory than there is, and of more than can be counted.
+            if not re.search("can't allocate memory|overflowed", str(error)):
+                raise
+            raise CommandError(f"length {length:,} takes more memory than there is") from None
+        rows += quick.rows(measured, options.batch, options.dim, record())
+        print(f"\nT = {length:,}, d = {options.dim}, batch {options.batch}, causal, float32")
+        print(quick.table(measured), flush=True)
+    print("\n" + quick.solvers(measured))
+    if out is not None:
+        write_whole(out, csv_text(quick.COLUMNS, rows).encode())
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     command.__name__: command
-    for command in (train, evaluate, generate, sample, complete, classify, recipes, info)
+    for command in (train, evaluate, generate, sample, complete, classify, bench, recipes, info)
 }
 
 
@@ -284,14 +329,21 @@ def _picture(options: Any, name: str) -> "Path":
     from pathlib import Path
 
     out = Path(options.run, name) if options.out is None else Path(options.out)
+    if out.suffix.lower() != ".png" and not out.is_dir():
+        raise CommandError(f"{out}: pictures are written as PNG; a name that ends in .png was expected")
+    return _file_to_write(out, "out")
+
+
+def _file_to_write(out: "Path", option: str) -> "Path":
+    """The file, which has to be in a place that can be written."""
     if out.is_dir():
         raise CommandError(f"{out} is a directory; a file to write was expected")
-    if out.suffix.lower() != ".png":
-        raise CommandError(f"{out}: pictures are written as PNG; a name that ends in .png was expected")
     if not out.parent.is_dir():
         raise CommandError(f"{out.parent}: no such directory to write {out.name} in")
     if not os.access(out.parent, os.W_OK):
-        raise CommandError(f"{out} cannot be saved: {out.parent} may not be written; give another with --out")
+        raise CommandError(
+            f"{out} cannot be saved: {out.parent} may not be written; give another with --{option}"
+        )
     return out
 
 

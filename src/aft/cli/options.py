@@ -166,6 +166,24 @@ class ClassifyOptions:
     """Height and width of the images that go in. None: as in training."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Time the four operations beside PyTorch's fused attention, and check them against float64."""
+
+    length: tuple[int, ...] = (1024, 4096)
+    """Positions, a table for each."""
+    dim: int = 256
+    """Channels."""
+    batch: int = 2
+    """Sequences at once."""
+    threads: int | None = None
+    """Threads of the processor; None: as many as torch takes by itself."""
+    seconds: float = 40.0
+    """About how long to time, all tables together; checking takes half as long again."""
+    csv: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """CSV to write as well, in place of an older one."""
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """This command has no options."""

@@ -1,0 +1,1 @@
+"""How long the operations take, and whether they are right: what `aft bench` and benchmarks/ share."""
