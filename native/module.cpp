@@ -99,6 +99,7 @@ NB_MODULE(_native, module) {
       .def_rw("grad_q", &aft::Window::grad_q)
       .def_rw("grad_k", &aft::Window::grad_k)
       .def_rw("grad_v", &aft::Window::grad_v)
+      .def_rw("has_wide_grad_k", &aft::Window::has_wide_grad_k)
       .def_rw("slots", &aft::Window::slots)
       .def("bias_at", [](aft::Window& self, std::intptr_t data, bool wide) {
         self.bias = reinterpret_cast<const void*>(data);

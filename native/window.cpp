@@ -102,7 +102,7 @@ void window_backward(const Window& given, int threads) {
   for (const Rows* rows : {&problem.grad_q, &problem.grad_v}) {
     if (rows->data != nullptr) expect_writes(rows->data, problem.batches * rows->batch_stride * bytes);
   }
-  expect_writes(problem.grad_k.data, problem.batches * problem.grad_k.batch_stride * 4);
+  expect_writes(problem.grad_k.data, problem.batches * problem.grad_k.batch_stride * (problem.has_wide_grad_k ? 8 : 4));
   const std::int64_t groups = groups_of(problem), slots = problem.slots;
   if (problem.kernel != nullptr) {  // groups add to channels of their own, batches to the same ones
     parallel(slots * groups, useful(problem, threads), [&](std::int64_t task) {

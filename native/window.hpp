@@ -56,7 +56,9 @@ struct Window {
 
   Rows y;                       // forward: written
   Rows grad;                    // backward: of y
-  Rows grad_q, grad_k, grad_v;  // backward: written, those of keys in float32
+  Rows grad_q, grad_k, grad_v;  // backward: written
+  // Gradients of keys are float32; float64 where those of several channels are yet to be added up.
+  bool has_wide_grad_k = false;
 
   // Backward: tasks of one slot follow one another and add to the slot's share of the gradient of the bias,
   // float32 [slots, queries, behind + 1 + ahead], or of the kernel, float64 [slots, cells, channels].

@@ -218,7 +218,6 @@ class Exact {
     Inflow* const early = problem_.causal ? nullptr : reinterpret_cast<Inflow*>(rows + queries);
     find_rows(rows);
     find_early(early, rows);
-    const Track<float> grad_k = task_.template track<float>(problem_.grad_k);
     const Track<Element> grad_v = task_.track(problem_.grad_v);
     Inflow later;
     std::int64_t summed = queries;
@@ -248,7 +247,7 @@ class Exact {
           pass_to_bias(t, s, flow, slot);
         }
       }
-      write<double>(of_key, grad_k[s], part_);
+      task_.template put_grad_k<double>(s, part_, of_key);
       write<double>(of_value, grad_v[s], part_);
     }
     if (problem_.is_stream()) {

@@ -289,13 +289,12 @@ class Grid {
   }
 
   void pass_to_keys() {
-    const Track<float> grad_k = task_.template track<float>(problem_.grad_k);
     const Track<Element> grad_v = task_.track(problem_.grad_v);
     sweep(queries_, [&](std::int64_t s, int i, const Tile<Real>& tile) {
       const Numbers weight = at(cell_of(keys_, s) + lanes);
       const Numbers value = weight == 0 ? Numbers{} : read<Real>(v_[s], part_);
       write<Real>(weight * tile.num[i], grad_v[s], part_);
-      write<Real>(weight * (tile.num[i] * value - tile.den[i]), grad_k[s], part_);
+      task_.template put_grad_k<Real>(s, part_, weight * (tile.num[i] * value - tile.den[i]));
     });
   }
 

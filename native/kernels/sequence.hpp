@@ -503,7 +503,6 @@ class Sequence {
   // The gradients of keys, values and biases.
   void pass_to_keys(std::int64_t slot) {
     const std::int64_t behind = problem_.behind, offset = problem_.offset, queries = problem_.queries;
-    const Track<float> grad_k = task_.template track<float>(problem_.grad_k);
     const Track<Element> grad_v = task_.track(problem_.grad_v);
     sum_upstream_before();
     fill(total_, vectors_ * pair, 0.0);
@@ -535,23 +534,23 @@ class Sequence {
               if (s < 0 || s >= problem_.keys) continue;
               const Numbers weight = at(terms(vector) + x * pair + lanes);
               const Numbers value = weight == 0 ? Numbers{} : read<Real>(v_[s], part);
-              write_gradients(s, part, weight, value, tile.num[i], tile.den[i], grad_k, grad_v);
+              write_gradients(s, part, weight, value, tile.num[i], tile.den[i], grad_v);
             }
           });
     }
     for (std::int64_t s = clamp(chunks_ * kChunk + offset); s < problem_.keys; ++s) {
       for (int i = 0; i < vectors_; ++i) {
-        write_gradients(s, task_.template part<Real>(i), Numbers{}, Numbers{}, Numbers{}, Numbers{}, grad_k, grad_v);
+        write_gradients(s, task_.template part<Real>(i), Numbers{}, Numbers{}, Numbers{}, Numbers{}, grad_v);
       }
     }
     if (problem_.is_stream()) pass_to_state(summed);
   }
 
-  static void write_gradients(
+  void write_gradients(
       std::int64_t s, Part part, Numbers weight, Numbers value, Numbers of_num, Numbers of_den,
-      const Track<float>& grad_k, const Track<Element>& grad_v) {
+      const Track<Element>& grad_v) const {
     write<Real>(weight * of_num, grad_v[s], part);
-    write<Real>(weight * (of_num * value - of_den), grad_k[s], part);
+    task_.template put_grad_k<Real>(s, part, weight * (of_num * value - of_den));
   }
 
   // For each chunk, the rows before those that its keys' windows begin with: where all rows see all keys.

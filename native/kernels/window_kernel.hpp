@@ -147,6 +147,13 @@ struct Task {
     return static_cast<const float*>(problem.bias)[at];
   }
 
+  template <class Real>
+  [[gnu::always_inline]] void put_grad_k(std::int64_t s, Part part, Vector<Real> x) const {
+    if (!problem.has_wide_grad_k) return write<Real>(x, track<float>(problem.grad_k)[s], part);
+    const auto wide = __builtin_convertvector(x, typename Vectors<Real>::Double);
+    std::memcpy(track<double>(problem.grad_k)[s] + part.first, &wide, part.count * sizeof(double));
+  }
+
   // Vectors of these channels.
   template <class Real>
   int vectors() const {

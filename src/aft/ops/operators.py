@@ -12,7 +12,8 @@ def register(function: Callable, fake: Callable, schema: str) -> Callable:
     """Makes ``torch.ops.aft.<name>`` of a function of tensors, without autograd of its own."""
     name = function.__name__
     _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    # An exported program calls it on parameters, with nothing in between that would stop autograd.
+    _LIBRARY.impl(name, torch.no_grad()(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"aft::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.aft, name).default
 

@@ -26,7 +26,7 @@ from aft.ops.native.library import (
 )
 from aft.ops.operators import map_over, register, without_derivative
 from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem
-from aft.ops.state import AFTState
+from aft.ops.state import AFTState, by_key, head_channels
 
 
 def solve(problem: Problem, q: Tensor | None, past: AFTState | None = None) -> Tensor:
@@ -140,39 +140,35 @@ def native_window_backward(
     """Gradients of q, k, v, table, left, right, kernel, num and den; empty where there is none of them."""
     place = _place(k.shape[1], kernel, *settings)
     problem, _kept = _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place)
-    grad = readable(grad)
-    none = k.new_empty(0)
-    grad_q = none if q is None else q.new_empty(q.shape)
-    grad_v = v.new_empty(v.shape)
-    grad_k = v.new_empty(v.shape[0], k.shape[1], v.shape[2], dtype=torch.float32)
-    problem.grad, problem.grad_q = rows(grad), rows(grad_q)
-    problem.grad_k, problem.grad_v = rows(grad_k), rows(grad_v)
-    grad_num, grad_den = none, none
+    B, S, D = v.shape
+    H = k.shape[2]
+    P = head_channels(H, D)
+    grad, grad_v = readable(grad), v.new_empty(v.shape)
+    grad_k = v.new_empty(v.shape, dtype=torch.float32 if P == 1 else torch.float64)
+    problem.grad, problem.grad_k, problem.grad_v = rows(grad), rows(grad_k), rows(grad_v)
+    problem.has_wide_grad_k = P > 1
+    grad_q = grad_num = grad_den = None
+    if q is not None:
+        grad_q = q.new_empty(q.shape)
+        problem.grad_q = rows(grad_q)
     if num is not None:
-        grad_num, grad_den = (x.new_empty(v.shape[0], v.shape[2]) for x in (num, num))
+        grad_num, grad_den = num.new_empty(B, D), num.new_empty(B, D)
         problem.grad_before = state(grad_num, grad_den)
     problem.slots = _slots(problem, table)
     of_cells = _room_for_bias(problem, kernel, place)
     problem.backward(torch.get_num_threads())
 
-    H = k.shape[2]
-    if v.shape[2] != H:
-        grad_k = grad_k.unflatten(2, (H, -1)).sum(3)
-        grad_den = grad_den.unflatten(1, (H, -1)).sum(2) if num is not None else none
-    of_bias = _gradient_of_bias(of_cells, table, left, right, kernel, place, k.shape[1])
-    return (
-        grad_q,
-        grad_k.to(k.dtype),
-        grad_v,
-        *(none if x is None else x for x in of_bias),
-        grad_num,
-        grad_den,
-    )
+    if P > 1:
+        grad_k = by_key(grad_k, H).sum(3)
+        grad_den = None if grad_den is None else by_key(grad_den, H).sum(2)
+    of_bias = _gradient_of_bias(of_cells, table, left, right, kernel, place, S)
+    grads = (grad_q, grad_k.to(k.dtype), grad_v, *of_bias, grad_num, grad_den)
+    return tuple(k.new_empty(0) if x is None else x for x in grads)
 
 
 def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: _Place):
     """The problem as the kernels take it, and tensors that have to live as long."""
-    P = v.shape[2] // k.shape[2] if k.shape[2] else 1
+    P = head_channels(k.shape[2], v.shape[2])
     q, v = None if q is None else readable(q), readable(v)
     k = readable(k) if P == 1 else _for_each_channel(k, P)
     problem = kernels.Window()
@@ -275,7 +271,7 @@ def _gradient_of_bias(of_cells: Tensor, table, left, right, kernel, place: _Plac
     """Gradients of table, left, right and kernel, None where there is none, from the shares."""
     if kernel is not None:
         H = kernel.shape[0]
-        cells = of_cells.sum(0).T.unflatten(0, (H, -1)).sum(1)
+        cells = by_key(of_cells.sum(0), H).sum(2).T
         grad = kernel.new_zeros(H, kernel[0].numel(), dtype=torch.float64)
         grad[:, : cells.shape[1]] = cells
         return None, None, None, grad.to(kernel.dtype).view(kernel.shape)
@@ -346,8 +342,7 @@ class _NativeWindow(torch.autograd.Function):
         num, den = inputs[8:10]
         of_state = [None, None, None]
         if num is not None:  # a larger maximum is larger sums
-            P = num.shape[1] // den.shape[1] if den.shape[1] else 1
-            of_top = (num * of_num).unflatten(1, (-1, P)).sum(2) + den * of_den
+            of_top = by_key(num * of_num, den.shape[1]).sum(2) + den * of_den
             of_state = [of_num, of_den, of_top]
         return *grads, None, *of_state, *(None,) * len(ctx.settings)
 
