@@ -6,6 +6,7 @@
 #include "levels.hpp"
 #include "memory.hpp"
 #include "simple.hpp"
+#include "threads.hpp"
 #include "window.hpp"
 
 namespace nb = nanobind;
@@ -26,6 +27,7 @@ NB_MODULE(_native, module) {
   module.def("levels", &aft::levels);
   module.def("level", [] { return std::string(aft::level().name); });
   module.def("use_level", &aft::use_level);
+  module.def("use_team", [](std::uintptr_t start) { aft::use_team(reinterpret_cast<aft::Team>(start)); });
   module.def("expect_writes", [](std::uintptr_t data, std::int64_t bytes) {
     aft::expect_writes(reinterpret_cast<void*>(data), bytes);
   });

@@ -84,27 +84,67 @@ class Pool {
 };
 
 std::atomic<Pool*> current{nullptr};
+std::atomic<Team> team{nullptr};
+
+// A forked child has the memory of its parent's threads but none of them: it begins with a pool of its own.
+void forget_at_fork() {
+#if !defined(_WIN32)
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    current.store(nullptr);
+    team.store(nullptr);
+  });
+  (void)registered;
+#endif
+}
 
 // Never destroyed: its threads run until the process ends.
 Pool& pool() {
   Pool* existing = current.load();
   if (existing != nullptr) return *existing;
-#if !defined(_WIN32)
-  // A forked child has the pool's memory but none of its threads: it begins a pool of its own.
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); });
-  (void)registered;
-#endif
+  forget_at_fork();
   Pool* fresh = new Pool;
   if (current.compare_exchange_strong(existing, fresh)) return *fresh;
   delete fresh;
   return *existing;
 }
 
+// Tasks that a team's threads take one after another.
+struct Job {
+  const std::function<void(std::int64_t)>& run;
+  const std::int64_t tasks;
+  std::atomic<std::int64_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr error;
+
+  static void work(void* data) {
+    Job& job = *static_cast<Job*>(data);
+    try {
+      for (std::int64_t i; (i = job.next.fetch_add(1)) < job.tasks;) job.run(i);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(job.mutex);
+      job.error = std::current_exception();
+    }
+  }
+};
+
 }  // namespace
+
+void use_team(Team given) {
+  forget_at_fork();
+  team.store(given);
+}
 
 void parallel(std::int64_t tasks, int threads, const std::function<void(std::int64_t)>& run) {
   const int useful = tasks < threads ? static_cast<int>(tasks) : threads;
-  if (useful > 1 && pool().run(tasks, useful, run)) return;
+  if (useful > 1) {
+    if (const Team start = team.load()) {
+      Job job{run, tasks};
+      start(Job::work, &job, static_cast<unsigned>(useful), 0);
+      if (job.error != nullptr) std::rethrow_exception(job.error);
+      return;
+    }
+    if (pool().run(tasks, useful, run)) return;
+  }
   for (std::int64_t i = 0; i < tasks; ++i) run(i);
 }
 

@@ -1,7 +1,9 @@
 """The compiled kernels as a Python module, and what every operator over them needs."""
 
+import ctypes
 import importlib
 import os
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ LEVEL_VARIABLE = "AFT_NATIVE_LEVEL"
 def _load() -> tuple[Any, str | None]:
     """The compiled module, or None and why it is not there."""
     try:
-        return importlib.import_module("aft.ops._native"), None
+        kernels = importlib.import_module("aft.ops._native")
+        kernels.use_team(_team())
+        return kernels, None
     except ModuleNotFoundError:
         return None, (
             "the C++ kernels were not built, for want of a C++17 compiler when the package was installed: "
@@ -21,6 +25,17 @@ def _load() -> tuple[Any, str | None]:
         )
     except ImportError as error:
         return None, f"the C++ kernels cannot be loaded: {error}"
+
+
+def _team() -> int:
+    """The address of the function that starts torch's own threads, 0 where it has none of GNU's interface."""
+    name = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "")
+    try:
+        # Symbols of a library are looked up in what it depends on, too.
+        library = ctypes.CDLL(os.path.join(torch.__path__[0], "lib", name))
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
 
 
 kernels, reason = _load()
