@@ -174,7 +174,7 @@ class Grid {
     blind_ = ~Bits{};
     tiny_ = Bits{};
     squares_ = Numbers{};
-    Numbers least{};
+    Numbers farthest{};
     for (std::int64_t s = 0; s < problem_.keys; ++s) {
       if (!task_.sees(s)) continue;
       const Numbers key = read<Real>(k_[s], part_), value = read<Real>(v_[s], part_);
@@ -187,9 +187,10 @@ class Grid {
       blind_ &= key == Real(kNothing);
       const Numbers seen = terms.den > 0 ? value : Numbers{};
       squares_ += seen * seen;
-      least = (key != Real(kNothing)) & (terms.distance < least) ? terms.distance : least;
+      const Numbers distance = magnitude<Real>(terms.distance);
+      farthest = (key != Real(kNothing)) & (distance > farthest) ? distance : farthest;
     }
-    is_far_ = any<Real>(least < -Limits::saturated);
+    is_far_ = any<Real>(farthest > Limits::saturated);
   }
 
   Real* cell_of(const Side& side, std::int64_t position) const {

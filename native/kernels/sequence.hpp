@@ -121,7 +121,7 @@ class Sequence {
     current_ = arena.take<Real>(width_);
     largest_ = arena.take<Real>(width_);
     squares_ = arena.take<Real>(width_);
-    least_ = arena.take<Real>(width_);
+    farthest_ = arena.take<Real>(width_);
     rare_ = arena.take<Bits>(vectors_);
     present_ = arena.take<Bits>(vectors_);
     tiny_ = arena.take<Bits>(vectors_);
@@ -325,9 +325,9 @@ class Sequence {
         if (upstream_ != nullptr) {
           const Numbers seen = terms.den > 0 ? value : Numbers{};
           set(squares_ + i * lanes, at(squares_ + i * lanes) + seen * seen);
-          const Numbers least = at(least_ + i * lanes);
-          const Bits lower = (key != Real(kNothing)) & (terms.distance < least);
-          set(least_ + i * lanes, lower ? terms.distance : least);
+          const Numbers farthest = at(farthest_ + i * lanes), distance = magnitude<Real>(terms.distance);
+          const Bits farther = (key != Real(kNothing)) & (distance > farthest);
+          set(farthest_ + i * lanes, farther ? distance : farthest);
         }
       }
     }
@@ -465,7 +465,7 @@ class Sequence {
   bool pass_to_queries() {
     const Input<Element> input(task_);
     fill(squares_, width_, Real(0));
-    fill(least_, width_, Real(0));
+    fill(farthest_, width_, Real(0));
     Bits unsound{};
     Numbers squares{};
     for (std::int64_t c = 0; c * kChunk < problem_.queries; ++c) {
@@ -494,7 +494,7 @@ class Sequence {
       if (chunks_ == 0) break;
       const Numbers rise = at(origin(chunks_ - 1) + lane) - at(origin(0) + lane);
       is_saturated_ |= any<Real>(rise > Limits::saturated);
-      is_saturated_ |= any<Real>(at(least_ + lane) < -Limits::saturated);
+      is_saturated_ |= any<Real>(at(farthest_ + lane) > Limits::saturated);
       squares += at(squares_ + lane);
     }
     return all_of<Real>(squares <= Limits::most) && (sizeof(Real) == sizeof(double) || !is_saturated_);
@@ -710,7 +710,7 @@ class Sequence {
   double *sums_before_, *sums_after_, *none_, *total_;
   Real *current_, *largest_;     // while chunks are marked: the origin, and the largest key so far
   std::int64_t looked_at_ = 0, summed_ = 0;
-  Real *terms_, *right_, *left_, *squares_, *least_, *kernel_, *weights_, *row_;
+  Real *terms_, *right_, *left_, *squares_, *farthest_, *kernel_, *weights_, *row_;
   Real *flipped_ = nullptr, *upstream_ = nullptr, *seen_ = nullptr;
   double* upstream_before_ = nullptr;
   Bits *rare_, *present_, *tiny_;

@@ -457,7 +457,7 @@ struct Forward {
         const Vector<Real> distance = key - column.origin;
         const Term<Real> term(distance, load<Real>(v[t], at));
         column.add(term.weight * term.value, term.weight);
-        sums.least = term.weight > 0 && distance < sums.least ? distance : sums.least;
+        sums.least = key != -__builtin_inff() && distance < sums.least ? distance : sums.least;
       }
       write(output, t, at, column.full_num(), column.full_den());
     }

@@ -32,7 +32,7 @@ struct Range<float> {
   static constexpr float value = 1e20f;
   static constexpr float vanishing = 1e-18f;     // of a numerator to its denominator
   static constexpr float tiny = 1e-15f;          // of a value: its products may underflow
-  static constexpr float saturated = 15.0f;      // keys so far apart make gradients small differences
+  static constexpr float saturated = 15.0f;      // keys so far from the origin: gradients are small differences
   static constexpr float saturated_bias = 10.0f;
 };
 

@@ -142,11 +142,10 @@ def native_window_backward(
     problem, _kept = _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place)
     B, S, D = v.shape
     H = k.shape[2]
-    P = head_channels(H, D)
     grad, grad_v = readable(grad), v.new_empty(v.shape)
-    grad_k = v.new_empty(v.shape, dtype=torch.float32 if P == 1 else torch.float64)
+    grad_k = v.new_empty(v.shape, dtype=torch.float32 if H == D else torch.float64)
     problem.grad, problem.grad_k, problem.grad_v = rows(grad), rows(grad_k), rows(grad_v)
-    problem.has_wide_grad_k = P > 1
+    problem.has_wide_grad_k = H != D
     grad_q = grad_num = grad_den = None
     if q is not None:
         grad_q = q.new_empty(q.shape)
@@ -158,7 +157,7 @@ def native_window_backward(
     of_cells = _room_for_bias(problem, kernel, place)
     problem.backward(torch.get_num_threads())
 
-    if P > 1:
+    if H != D:
         grad_k = by_key(grad_k, H).sum(3)
         grad_den = None if grad_den is None else by_key(grad_den, H).sum(2)
     of_bias = _gradient_of_bias(of_cells, table, left, right, kernel, place, S)
