@@ -86,6 +86,7 @@ NB_MODULE(_native, module) {
       .def_rw("offset", &aft::Window::offset)
       .def_rw("behind", &aft::Window::behind)
       .def_rw("ahead", &aft::Window::ahead)
+      .def_rw("has_bias_by_batch", &aft::Window::has_bias_by_batch)
       .def_rw("bias_batch_stride", &aft::Window::bias_batch_stride)
       .def_rw("bias_query_stride", &aft::Window::bias_query_stride)
       .def_rw("bias_key_stride", &aft::Window::bias_key_stride)

@@ -65,7 +65,7 @@ class Weights {
   static constexpr std::int64_t kRowsOfTask = 256;
 
   static std::int64_t count_rows(const Window& problem) {
-    return problem.queries * (problem.bias_batch_stride != 0 ? problem.batches : 1);
+    return problem.queries * (problem.has_bias_by_batch ? problem.batches : 1);
   }
 
   const std::int64_t rows_;
@@ -111,7 +111,7 @@ void window_backward(const Window& given, int threads) {
         level().window_backward(problem, channels_of(problem, batch, task % groups), slot);
       }
     });
-  } else if (problem.bias_batch_stride != 0) {  // a slot for each sequence
+  } else if (problem.has_bias_by_batch) {  // a slot for each sequence
     parallel(slots, useful(problem, threads), [&](std::int64_t slot) {
       for (std::int64_t group = 0; group < groups; ++group) {
         level().window_backward(problem, channels_of(problem, slot, group), slot);

@@ -33,6 +33,7 @@ struct Window {
   // with these strides. Or, without it, that of each distance: `kernel`, float32 [cells, channels].
   const void* bias = nullptr;
   bool has_wide_bias = false;
+  bool has_bias_by_batch = false;  // each sequence has its own, and a slot of its own for the gradient
   std::int64_t bias_batch_stride = 0;
   std::int64_t bias_query_stride = 0;
   std::int64_t bias_key_stride = 0;

@@ -57,7 +57,7 @@ class Sequence {
       form_terms(c);
       sweep(
           terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal, kernel_,
-          [&](std::int64_t row) { weigh_keys(start + row); },
+          [&](std::int64_t row, Filled range) { weigh_keys(start + row, range); },
           [&](std::int64_t row, int vector, const Tile<Real>& tile) {
             const Part part = task_.template part<Real>(vector);
             for (int i = 0; i < kTile && row + i < rows; ++i) {
@@ -145,6 +145,12 @@ class Sequence {
   }
   // The position that the first of a chunk's terms belongs to.
   std::int64_t first_term(std::int64_t c) const { return c * kChunk + problem_.offset - problem_.behind; }
+  // Those of a tile's terms, which begin at a row.
+  Filled in_tile(Filled range, std::int64_t row) const {
+    const std::int64_t begin = range.begin - row, end = range.end - row, all = span_ + kTile;
+    return {begin > 0 ? begin : 0, end < all ? end : all};
+  }
+
   Filled filled_terms(std::int64_t c) const { return filled(first_term(c), kChunk + span_, problem_.keys); }
   const double* before(std::int64_t c) const { return sums_before_ + c * vectors_ * pair; }
   const double* after(std::int64_t c) const { return problem_.causal ? none_ : sums_after_ + c * vectors_ * pair; }
@@ -355,29 +361,30 @@ class Sequence {
     return true;
   }
 
-  // The weights of the terms of the tile whose first row is t.
-  void weigh_keys(std::int64_t t) {
+  // The weights of the terms in a range of the tile whose first row is t.
+  void weigh_keys(std::int64_t t, Filled range) {
     if (problem_.kernel != nullptr) return;
     const Real later = problem_.causal ? Real(0) : Real(1);
     for (int i = 0; i < kTile; ++i) {
       Real* const to = weights_ + i;
       is_large_[i] = false;
       if (t + i >= problem_.queries) {
-        for (std::int64_t m = 0; m < span_ + kTile; ++m) to[m * kTile] = 0;
+        for (std::int64_t m = range.begin; m < range.end; ++m) to[m * kTile] = 0;
         continue;
       }
-      for (std::int64_t m = 0; m < i; ++m) to[m * kTile] = 1;
       const Real* const row = weights(t + i, is_large_[i]);
-      for (std::int64_t j = 0; j <= span_; ++j) to[(i + j) * kTile] = row[j];
-      for (std::int64_t m = i + span_ + 1; m < span_ + kTile; ++m) to[m * kTile] = later;
+      std::int64_t m = range.begin;
+      for (; m < i && m < range.end; ++m) to[m * kTile] = 1;
+      for (; m <= i + span_ && m < range.end; ++m) to[m * kTile] = row[m - i];
+      for (; m < range.end; ++m) to[m * kTile] = later;
     }
   }
 
   // The same for the gradients of rows, the first of them t, of the tile of keys whose first is in its last cell.
-  void weigh_queries(std::int64_t t) {
+  void weigh_queries(std::int64_t t, Filled range) {
     if (problem_.kernel != nullptr) return;
     const Real later = problem_.causal ? Real(0) : Real(1);
-    for (std::int64_t m = 0; m < span_ + kTile; ++m) {
+    for (std::int64_t m = range.begin; m < range.end; ++m) {
       Real* const to = weights_ + m * kTile;
       if (t + m < 0 || t + m >= problem_.queries) {
         for (int i = 0; i < kTile; ++i) to[i] = 0;
@@ -397,7 +404,7 @@ class Sequence {
   const Real* weights(std::int64_t t, bool& is_large) {
     const std::int64_t cells = span_ + 1;
     if constexpr (sizeof(Real) == sizeof(float)) {
-      const std::int64_t row = (problem_.bias_batch_stride != 0 ? task_.channels.batch : 0) * problem_.queries + t;
+      const std::int64_t row = (problem_.has_bias_by_batch ? task_.channels.batch : 0) * problem_.queries + t;
       is_large = problem_.kinds[row] == kLarge;
       is_saturated_ |= problem_.kinds[row] == kSaturated;
       return problem_.weights + row * cells;
@@ -408,8 +415,8 @@ class Sequence {
     }
   }
 
-  // Sums for each of `rows` rows over rows of x, and what is before and after those.
-  // weigh(row) prepares the weights of the tile from that row on, write(row, vector, tile) takes its sums.
+  // Sums for each of `rows` rows over rows of x, and what is before and after those. weigh(row, range) prepares
+  // the weights of a range of terms for the tile from that row on, write(row, vector, tile) takes its sums.
   template <class Weigh, class Write>
   [[gnu::always_inline]] void sweep(
       const Real* x, std::int64_t stride, Filled range, std::int64_t rows, const double* before,
@@ -426,9 +433,8 @@ class Sequence {
       }
     }
     for (std::int64_t tile = 0; tile < tiles; ++tile) {
-      weigh(tile * kTile);
-      const std::int64_t empty = range.begin - tile * kTile, full = range.end - tile * kTile;
-      const std::int64_t first = empty > 0 ? empty : 0, last = full < width ? full : width;
+      const auto [first, last] = in_tile(range, tile * kTile);
+      weigh(tile * kTile, Filled{first, last});
       for (int vector = 0; vector < vectors_; ++vector) {
         const Real* const here = x + vector * stride + tile * kTile * pair;
         Real* const left = left_ + vector * pair;
@@ -474,7 +480,7 @@ class Sequence {
       form_terms(c);
       sweep(
           terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal, kernel_,
-          [&](std::int64_t row) { weigh_keys(start + row); },
+          [&](std::int64_t row, Filled range) { weigh_keys(start + row, range); },
           [&](std::int64_t row, int vector, const Tile<Real>& tile) {
             const Part part = task_.template part<Real>(vector);
             for (int i = 0; i < kTile && row + i < rows; ++i) {
@@ -526,7 +532,7 @@ class Sequence {
       sweep(
           seen_, (key_rows_ + span_) * pair, filled(first, reach, end < queries ? end : queries), rows, before,
           total_, !problem_.causal, true, flipped_,
-          [&](std::int64_t row) { weigh_queries(first + row); },
+          [&](std::int64_t row, Filled range) { weigh_queries(first + row, range); },
           [&](std::int64_t row, int vector, const Tile<Real>& tile) {
             const Part part = task_.template part<Real>(vector);
             for (int i = 0; i < kTile && row + i < rows; ++i) {
@@ -654,19 +660,17 @@ class Sequence {
   void pass_to_places(std::int64_t c, std::int64_t row, std::int64_t slot) {
     constexpr int kKeys = 2;
     const std::int64_t start = c * kChunk + row, cells = span_ + 1;
-    weigh_keys(start);
+    const Filled range = in_tile(filled_terms(c), row);
+    weigh_keys(start, range);
     const std::int64_t rows = problem_.queries - start < kTile ? problem_.queries - start : kTile;
     float* const grad = problem_.grad_bias + (slot * problem_.queries + start) * cells;
     std::int64_t at_row[kTile];
     for (int i = 0; i < kTile; ++i) {  // rows that do not exist repeat the last, and are dropped
       at_row[i] = (start + (i < rows ? i : rows - 1)) * pair;
     }
-    const Filled range = filled_terms(c);
-    const std::int64_t first = range.begin > row ? range.begin - row : 0;
-    const std::int64_t last = range.end - row < span_ + kTile ? range.end - row : span_ + kTile;
-    for (std::int64_t m = first; m < last; m += kKeys) {
+    for (std::int64_t m = range.begin; m < range.end; m += kKeys) {
       Numbers sums[kKeys][kTile] = {};
-      const std::int64_t second = m + 1 < last ? pair : 0;
+      const std::int64_t second = m + 1 < range.end ? pair : 0;
       for (int vector = 0; vector < vectors_; ++vector) {
         const Real* const of_keys = terms(vector) + (row + m) * pair;
         const Real* const of_rows = upstream(vector);
@@ -679,7 +683,7 @@ class Sequence {
           sums[1][i] += of_num * x1 - of_den * y1;
         }
       }
-      for (int k = 0; k < kKeys && m + k < last; ++k) {
+      for (int k = 0; k < kKeys && m + k < range.end; ++k) {
         for (int i = 0; i < rows; ++i) {
           const std::int64_t cell = m + k - i;
           if (cell < 0 || cell >= cells) continue;

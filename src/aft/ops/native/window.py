@@ -204,6 +204,7 @@ def _problem(q, k, v, table, left, right, kernel, hidden, num, den, top, place: 
     else:
         first, per_row = place.behind - place.offset, bias.shape[-1]
         strides = (bias.stride(0) if bias.ndim == 3 else 0, per_row - 1, 1)
+    problem.has_bias_by_batch = bias.ndim == 3
     problem.bias_batch_stride, problem.bias_query_stride, problem.bias_key_stride = strides
     problem.bias_at(bias.data_ptr() + first * bias.element_size(), bias.dtype == torch.float64)
     return problem, (*kept, bias)
