@@ -1,8 +1,9 @@
 """The four operations as test subjects: random inputs, the call, and a loop over the paper's sums."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,12 +34,25 @@ class Operation:
     step: Callable[..., tuple[Tensor, AFTState]]
     heads: int | None = None
     settings: dict = field(default_factory=dict)
+    impl: str | None = None  # where the call names none; a problem that it is not for skips the test
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.impl is None else f"{self.name}, {self.impl}"
 
     def __call__(self, *inputs: Tensor, **options) -> Tensor:
-        return self.call(*inputs, **options)
+        if self.impl is None or "impl" in options:
+            return self.call(*inputs, **options)
+        if self.impl == "native" and not solves("native", self.call, inputs, **options):
+            pytest.skip("the C++ kernels are not for it")
+        return self.call(*inputs, impl=self.impl, **options)
+
+    def length(self, T: int) -> int:
+        """T, or on a grid how many cells it has."""
+        return self.settings.get("T", T)
+
+    def values_of_a_key(self, D: int) -> int:
+        """How many of D channels share each channel of the keys."""
+        return D // self.heads if self.heads else 1
 
     def inputs(
         self, B=2, T=8, S=None, D=4, key_scale=1.0, bias_scale=1.0, dtype=torch.float32, seed=0
@@ -208,7 +222,7 @@ def conv_grid(shape: tuple[int, int], size: tuple[int, int], heads: int = 2) -> 
         table,
         lambda *inputs, **options: aft_conv_step(*inputs, width=X, **options),
         heads=heads,
-        settings={"T": Y * X},
+        settings={"T": Y * X, "width": X},
     )
 
 
@@ -229,6 +243,22 @@ SEQUENCE_OPERATIONS = [
     conv(90),
 ]
 GRID_OPERATIONS = [conv_grid((5, 7), (3, 3)), conv_grid((9, 8), (4, 5)), conv_grid((3, 2), (7, 7))]
+
+
+def solves(impl: str, call: Callable[..., Tensor], inputs: tuple[Tensor, ...], **options) -> bool:
+    """Whether ``impl`` takes it on: the C++ kernels may not be there, and are not for every problem."""
+    try:
+        call(*(x.detach() for x in inputs), impl=impl, **options)
+    except ValueError as error:
+        if str(error).startswith("impl='native' cannot run this"):
+            return False
+        raise
+    return True
+
+
+def by_each_impl(operations: list[Operation], impls=("eager", "native")) -> list[Operation]:
+    """Each operation by each of some implementations."""
+    return [replace(x, impl=impl) for x in operations for impl in impls]
 
 
 def in_pieces(
@@ -256,7 +286,27 @@ def relative_error(y: Tensor, reference: Tensor, floor: float = 0.0) -> float:
 
 
 def gradients(operation: Operation, inputs: tuple[Tensor, ...], upstream: Tensor, **options):
-    """The output and the gradients of all inputs."""
+    """The output and the gradients of all inputs, zeros for one that plays no part (a bias without keys)."""
     inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
     y = operation(*inputs, **options)
-    return y.detach(), torch.autograd.grad((y * upstream).sum(), inputs)
+    grads = torch.autograd.grad((y * upstream).sum(), inputs, allow_unused=True, materialize_grads=True)
+    return y.detach(), grads
+
+
+def check_native(operation: Operation, inputs: tuple[Tensor, ...], upstream: Tensor, **options) -> None:
+    """Output and every gradient against the specification in float64, and no worse than twice eager's."""
+    wide = tuple(x.double() for x in inputs)
+    wanted, wanted_grads = gradients(operation, wide, upstream.double(), impl="reference", **options)
+    eager, eager_grads = gradients(operation, inputs, upstream, impl="eager", **options)
+    got, grads = gradients(operation, inputs, upstream, impl="native", **options)
+    floor = 1e-3 * max(g.norm().item() for g in wanted_grads)
+    # A mean that cancels is right to the size of its values.
+    size = 0.3 * wide[2].abs().amax().item() * wanted.numel() ** 0.5 if wide[2].numel() else 0.0
+    rounding = 8e-7 if got.dtype == torch.float32 else 0.0  # where eager takes float64
+    everything = zip((got, *grads), (wanted, *wanted_grads), (eager, *eager_grads), strict=True)
+    for i, (a, b, c) in enumerate(everything):
+        assert a.isfinite().all()
+        least = floor if i else size
+        error = relative_error(a, b, least)
+        assert error < 1e-5
+        assert error <= 2 * relative_error(c, b, least) + rounding

@@ -123,7 +123,7 @@ def test_inside_and_outside_the_limit(part, causal, tiles_used):
             else:
                 k[0, 20, 1] = sign * size
             tiles_used.clear()
-            got = aft_full(q, k, v, w, causal=causal)
+            got = aft_full(q, k, v, w, causal=causal, impl="eager")
             assert bool(tiles_used) is not tame
             assert relative_error(got, aft_full(q, k, v, w, causal=causal, impl="reference")) < 1e-5
             _check(full(), (q, k, v, w), causal=causal)
@@ -134,9 +134,9 @@ def test_inside_and_outside_the_limit(part, causal, tiles_used):
 def test_one_wide_key_changes_no_bit_before_it_or_beside_it(place, value):
     T = 700
     q, k, v, w = full().inputs(B=2, T=T, D=3)
-    tame = aft_full(q, k, v, w, causal=True)
+    tame = aft_full(q, k, v, w, causal=True, impl="eager")
     k[1, place, 2] = value
-    got = aft_full(q, k, v, w, causal=True)
+    got = aft_full(q, k, v, w, causal=True, impl="eager")
     assert torch.equal(got[:, :place], tame[:, :place])
     assert torch.equal(got[0], tame[0])
     assert torch.equal(got[1, :, :2], tame[1, :, :2])
@@ -148,17 +148,17 @@ def test_one_wide_key_changes_no_bit_before_it_or_beside_it(place, value):
 def test_one_wide_bias_changes_no_bit_before_it(place, value, tiles_used):
     T = 700
     q, k, v, w = full().inputs(B=2, T=T, D=3)
-    tame = aft_full(q, k, v, w, causal=True)
+    tame = aft_full(q, k, v, w, causal=True, impl="eager")
     assert not tiles_used
     wide = w.clone()
     wide[place, place // 2] = value
-    got = aft_full(q, k, v, wide, causal=True)
+    got = aft_full(q, k, v, wide, causal=True, impl="eager")
     assert tiles_used
     assert torch.equal(got[:, :place], tame[:, :place])
     assert relative_error(got, aft_full(q, k, v, wide, causal=True, impl="reference")) < 1e-5
     hidden = w.clone()
     hidden[place - 1, place] = value
-    assert torch.equal(aft_full(q, k, v, hidden, causal=True), tame)
+    assert torch.equal(aft_full(q, k, v, hidden, causal=True, impl="eager"), tame)
 
 
 @pytest.mark.parametrize("place", [100, STRIP + 70])
@@ -174,7 +174,7 @@ def test_gradients_beside_something_wide(place):
 
 def test_one_table_of_a_batch_is_wide():
     q, k, v, w = full(by_sequence=True).inputs(B=3, T=150)
-    tame = aft_full(q, k, v, w, causal=True)
+    tame = aft_full(q, k, v, w, causal=True, impl="eager")
     w[1, 20:] *= 50.0
     got = _check(full(by_sequence=True), (q, k, v, w), causal=True)
     assert torch.equal(got[[0, 2]], tame[[0, 2]])
@@ -183,10 +183,17 @@ def test_one_table_of_a_batch_is_wide():
 
 def test_a_table_of_nan_above_the_diagonal_is_never_read():
     q, k, v, w = full().inputs(B=1, T=600, D=2)
-    wanted = aft_full(q, k, v, w, causal=True)
+    wanted = aft_full(q, k, v, w, causal=True, impl="eager")
     for what in (torch.nan, torch.inf, 3e38):
         assert torch.equal(
-            aft_full(q, k, v, w.masked_fill(torch.ones_like(w, dtype=torch.bool).triu(1), what), causal=True),
+            aft_full(
+                q,
+                k,
+                v,
+                w.masked_fill(torch.ones_like(w, dtype=torch.bool).triu(1), what),
+                causal=True,
+                impl="eager",
+            ),
             wanted,
         )
 

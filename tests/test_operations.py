@@ -11,6 +11,7 @@ from aft.ops.tiles import banded_plan, dense_plan
 from operations import (
     GRID_OPERATIONS,
     SEQUENCE_OPERATIONS,
+    by_each_impl,
     conv,
     full,
     full_low_rank,
@@ -18,10 +19,13 @@ from operations import (
     local,
     relative_error,
     simple,
+    solves,
 )
 
 ONE_OF_EACH = [full(), full_low_rank(), simple(), local(3), conv(4)]
 OPERATIONS = SEQUENCE_OPERATIONS + GRID_OPERATIONS
+EVERY_IMPL = ["reference", "eager", "native"]
+EACH_SEQUENCE, EACH_OF_SOME = by_each_impl(SEQUENCE_OPERATIONS), by_each_impl(ONE_OF_EACH)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -59,11 +63,14 @@ def test_agrees_with_the_reference(T, key_scale, bias_scale, seed, causal, opera
     )
     upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(seed))
     wanted, wanted_grads = gradients(operation, inputs, upstream, causal=causal, impl="reference")
-    got, grads = gradients(operation, inputs, upstream, causal=causal, impl="eager")
-    assert relative_error(got, wanted) < 1e-5
     floor = 1e-3 * max(g.norm().item() for g in wanted_grads)
-    for a, b in zip(grads, wanted_grads, strict=True):
-        assert relative_error(a, b, floor) < 1e-5
+    for impl in ("eager", "native"):
+        if impl == "native" and not solves(impl, operation, inputs, causal=causal):
+            continue
+        got, grads = gradients(operation, inputs, upstream, causal=causal, impl=impl)
+        assert relative_error(got, wanted) < 1e-5
+        for a, b in zip(grads, wanted_grads, strict=True):
+            assert relative_error(a, b, floor) < 1e-5
 
 
 def _on_a_lattice(x, step=0.125):
@@ -149,7 +156,7 @@ def test_a_grid_turns_and_a_grid_of_one_row_is_a_sequence(Y, X, height, width, s
     assert relative_error(aft_conv(q[:, :1], k[:, :1], v[:, :1], kernel[:, :1])[:, 0], line) < 1e-6
 
 
-@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("operation", EACH_OF_SOME, ids=str)
 def test_any_strides(operation):
     """Non-contiguous, expanded and split inputs give the same as their copies."""
     T = 70
@@ -173,7 +180,7 @@ def test_any_strides(operation):
     assert relative_error(expanded, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("operation", SEQUENCE_OPERATIONS, ids=str)
+@pytest.mark.parametrize("operation", EACH_SEQUENCE, ids=str)
 def test_one_query_of_many_keys(operation):
     """More keys than a block holds, so that several blocks meet in one row."""
     q, k, v, *bias = operation.inputs(B=2, T=1100)
@@ -183,7 +190,7 @@ def test_one_query_of_many_keys(operation):
     assert relative_error(y, operation(q[:, :1], k, v, *bias, impl="reference")) < 1e-5
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@pytest.mark.parametrize("operation", by_each_impl(OPERATIONS), ids=str)
 def test_an_empty_batch(operation):
     T = operation.settings.get("T", 9)
     q, k, v, *bias = operation.inputs(B=2, T=T)
@@ -193,15 +200,15 @@ def test_an_empty_batch(operation):
     assert all((grad == 0).all() for grad in grads)
 
 
-@pytest.mark.parametrize("impl", ["eager", "reference"])
-def test_no_queries_of_some_keys(impl):
+@pytest.mark.parametrize("operation", by_each_impl([simple()], EVERY_IMPL), ids=str)
+def test_no_queries_of_some_keys(operation):
     inputs = torch.randn(1, 0, 3), torch.randn(1, 5, 3), torch.randn(1, 5, 3)
-    y, grads = gradients(simple(), inputs, torch.randn(1, 0, 3), impl=impl)
+    y, grads = gradients(operation, inputs, torch.randn(1, 0, 3))
     assert y.shape == (1, 0, 3)
     assert all((grad == 0).all() for grad in grads)
 
 
-@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("operation", EACH_OF_SOME, ids=str)
 def test_repeated_calls_are_bit_equal(operation):
     inputs = operation.inputs(T=200, key_scale=30.0, bias_scale=30.0)
     upstream = torch.randn_like(inputs[0])
@@ -211,7 +218,7 @@ def test_repeated_calls_are_bit_equal(operation):
     assert all(torch.equal(a, b) for a, b in zip(first_grads, again_grads, strict=True))
 
 
-@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("operation", EACH_OF_SOME, ids=str)
 def test_only_what_needs_a_gradient_gets_one(operation):
     inputs = operation.inputs(T=9)
     for i in range(len(inputs)):
@@ -329,7 +336,7 @@ def test_torch_func(operation, impl):
         assert all(relative_error(a[i], b) < 1e-12 for a, b in zip(grads, wanted, strict=True))
 
 
-@pytest.mark.parametrize("operation", ONE_OF_EACH, ids=str)
+@pytest.mark.parametrize("operation", EACH_OF_SOME, ids=str)
 def test_a_second_derivative_is_refused_by_name(operation):
     inputs = tuple(x.requires_grad_() for x in operation.inputs(T=4))
     grad = torch.autograd.grad(operation(*inputs).sum(), inputs[1], create_graph=True)[0]
@@ -352,12 +359,12 @@ def test_tensors_without_data():
 
 
 @pytest.mark.parametrize("gate", [None, torch.tanh, torch.nn.functional.relu])
-@pytest.mark.parametrize("impl", ["eager", "reference"])
-def test_any_query_gate(gate, impl):
-    q, k, v = simple().inputs(T=20)
-    plain = aft_simple(torch.zeros_like(q), k, v, impl=impl) * 2  # sigmoid(0) = 1/2
+@pytest.mark.parametrize("operation", by_each_impl([simple()], EVERY_IMPL), ids=str)
+def test_any_query_gate(gate, operation):
+    q, k, v = operation.inputs(T=20)
+    plain = operation(torch.zeros_like(q), k, v) * 2  # sigmoid(0) = 1/2
     wanted = plain if gate is None else gate(q) * plain
-    assert relative_error(aft_simple(q, k, v, query_gate=gate, impl=impl), wanted) < 1e-6
+    assert relative_error(operation(q, k, v, query_gate=gate), wanted) < 1e-6
 
 
 @given(st.integers(1, 40), st.integers(1, 40), seeds)
