@@ -25,6 +25,7 @@ struct Vectors<float> {
   typedef float Single __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef double Double __attribute__((vector_size(AFT_VECTOR_BYTES * 2)));
   typedef std::int32_t Bits __attribute__((vector_size(AFT_VECTOR_BYTES)));
+  typedef std::uint32_t Unsigned __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef std::uint32_t SingleBits __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef std::uint16_t Half __attribute__((vector_size(AFT_VECTOR_BYTES / 2)));
 };
@@ -38,6 +39,7 @@ struct Vectors<double> {
   typedef float Single __attribute__((vector_size(AFT_VECTOR_BYTES / 2)));
   typedef double Double __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef std::int64_t Bits __attribute__((vector_size(AFT_VECTOR_BYTES)));
+  typedef std::uint64_t Unsigned __attribute__((vector_size(AFT_VECTOR_BYTES)));
   typedef std::uint32_t SingleBits __attribute__((vector_size(AFT_VECTOR_BYTES / 2)));
   typedef std::uint16_t Half __attribute__((vector_size(AFT_VECTOR_BYTES / 4)));
 };
@@ -208,7 +210,7 @@ struct Exponential<double> {
 template <class Real>
 [[gnu::always_inline]] inline Vector<Real> exponential_inside(Vector<Real> x) {
   using E = Exponential<Real>;
-  using Bits = typename Vectors<Real>::Bits;
+  using Bits = typename Vectors<Real>::Unsigned;
   const Vector<Real> shifted = x * E::log2_e + E::shift;
   const Vector<Real> y = E::of_rest(x, shifted - E::shift);
   return bits_of<Vector<Real>>(bits_of<Bits>(y) + (bits_of<Bits>(shifted) << E::mantissa));
