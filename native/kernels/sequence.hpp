@@ -683,23 +683,16 @@ class Sequence {
           sums[1][i] += of_num * x1 - of_den * y1;
         }
       }
+      Real flows[kKeys * kTile];
+      for (int k = 0; k < kKeys * kTile; k += lanes) set(flows + k, sums_of<Real>(&sums[0][0] + k));
       for (int k = 0; k < kKeys && m + k < range.end; ++k) {
         for (int i = 0; i < rows; ++i) {
           const std::int64_t cell = m + k - i;
           if (cell < 0 || cell >= cells) continue;
-          grad[i * cells + cell] += float(sum_of(sums[k][i]) * weights_[(m + k) * kTile + i]);
+          grad[i * cells + cell] += float(flows[k * kTile + i] * weights_[(m + k) * kTile + i]);
         }
       }
     }
-  }
-
-  static Real sum_of(Numbers x) {
-    Real parts[lanes];
-    std::memcpy(parts, &x, sizeof parts);
-    for (int half = lanes / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
-    }
-    return parts[0];
   }
 
   const Task<Element> task_;

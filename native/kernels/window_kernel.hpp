@@ -5,6 +5,8 @@
 // for the next to replace. What a row can see decides that, and nothing else: no later key, no other channel.
 #pragma once
 
+#include <utility>
+
 #include "memory.hpp"
 #include "vectors.hpp"
 #include "window.hpp"
@@ -237,6 +239,23 @@ template <class Real, class Weight>
   }
 }
 
+// In each group of 2 kHalf lanes of x and y the first half plus the second; what is of x comes first.
+template <class Real, int kHalf, std::size_t... kLane>
+[[gnu::always_inline]] inline Vector<Real> join_halves(
+    Vector<Real> x, Vector<Real> y, std::index_sequence<kLane...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(x, y, (kLane / kHalf * 2 * kHalf + kLane % kHalf)...) +
+         __builtin_shufflevector(x, y, (kLane / kHalf * 2 * kHalf + kLane % kHalf + kHalf)...);
+#else
+  Vector<Real> sum;
+  for (int i = 0; i < kLanes<Real>; ++i) {
+    const int from = i / kHalf * 2 * kHalf + i % kHalf, of_y = from - kLanes<Real>;
+    sum[i] = of_y < 0 ? x[from] + x[from + kHalf] : y[of_y] + y[of_y + kHalf];
+  }
+  return sum;
+#endif
+}
+
 // Adds the products of n rows of gradients with rows of terms, and with those that begin one later, and so on:
 // the gradients of the weights of kCells distances.
 template <int kCells, class Real>
@@ -254,6 +273,21 @@ template <int kCells, class Real>
     }
   }
   for (int j = 0; j < kCells; ++j) to[j] = sums[j];
+}
+
+// The sums over the lanes of as many vectors as one has lanes: halves of two are added side by side in one, then
+// quarters, and so on.
+template <class Real, int kHalf = kLanes<Real> / 2>
+[[gnu::always_inline]] inline Vector<Real> sums_of(const Vector<Real>* x) {
+  if constexpr (kHalf == 0) {
+    return x[0];
+  } else {
+    Vector<Real> joined[kHalf];
+    for (int i = 0; i < kHalf; ++i) {
+      joined[i] = join_halves<Real, kHalf>(x[2 * i], x[2 * i + 1], std::make_index_sequence<kLanes<Real>>());
+    }
+    return sums_of<Real, kHalf / 2>(joined);
+  }
 }
 
 // Whether a quotient of sums is as exact as Real can be; has_tiny: some of the values were.

@@ -148,6 +148,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool) -> Tensor:
 
 def solver_of(problem: Problem) -> str:
     """The implementation that ``impl="auto"`` chooses, with the reason where that is not the kernels."""
+    with torch.no_grad():
+        forward = _chosen(problem)
+    with torch.enable_grad():
+        both = _chosen(problem)
+    return both if both == forward else f"{forward} forward, with gradients {both}"
+
+
+def _chosen(problem: Problem) -> str:
     chosen = implementation("auto", problem)
     if chosen is native:
         return "native"

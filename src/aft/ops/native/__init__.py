@@ -16,9 +16,9 @@ from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_au
 from aft.ops.state import AFTState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Pairs of a query and a key in AFT-full, and keys of AFT-local's windows: of more, the matrix products of
-# impl="eager" are faster.
-MOST_PAIRS = 1 << 15
+# Pairs of a query and a key in AFT-full, with a backward pass to come and without, and keys of AFT-local's
+# windows: of more, the matrix products of impl="eager" are faster.
+MOST_PAIRS, MOST_PAIRS_FORWARD = 1 << 15, 1 << 20
 MOST_CELLS, FEW_CELLS = 512, 128
 
 
@@ -52,8 +52,10 @@ def _why_not_bias(problem: Problem) -> str | None:
             return None
     if problem.window_size is None and not isinstance(problem.bias, KernelBias):
         pairs = problem.target_length * problem.keys.shape[1] // (2 if problem.causal else 1)
-        if pairs > MOST_PAIRS:
-            return f"its kernels are for AFT-full of up to {MOST_PAIRS} pairs, this one has {pairs}"
+        tracked = library.is_tracked(problem.keys, problem.values, *tensors)
+        most = MOST_PAIRS if tracked else MOST_PAIRS_FORWARD
+        if pairs > most:
+            return f"its kernels are for AFT-full of up to {most} pairs, this one has {pairs}"
     elif problem.window_size is not None:
         reach = window.reach(problem)
         # The bands of biases and of their gradients are to be small beside the values.
