@@ -188,10 +188,10 @@ class LowRankBlocks(BlockSource):
         return [self.grad_left[0].to(self.left.dtype), self.grad_right[0].to(self.right.dtype)]
 
     def spread(self) -> float:
-        return 2.0 * self._bound
+        return min(2.0 * self._bound, self._seen[2]) if self._bound else 0.0
 
     def bounds(self, enough: float) -> tuple[float, float]:
-        return (-self._bound, self._bound) if self._bound <= enough else self._bounds
+        return (-self._bound, self._bound) if self._bound <= enough else self._seen[:2]
 
     @cached_property
     def _bound(self) -> float:
@@ -202,18 +202,23 @@ class LowRankBlocks(BlockSource):
         return float(left * right)
 
     @cached_property
-    def _bounds(self) -> tuple[float, float]:
-        """On all biases, by a look at each."""
+    def _seen(self) -> tuple[float, float, float]:
+        """The smallest and the largest bias, and the largest distance in a row, by a look at each."""
         narrow = torch.promote_types(self.left.dtype, torch.float32)
         left, right = (x[0].detach().to(narrow) for x in (self.left, self.right))
         low, high = left.new_full((), torch.inf), left.new_full((), -torch.inf)
+        widest = left.new_zeros(())
         # In the same memory each time: small results between large temporaries would keep the heap in pieces.
         room = left.new_empty(max(1, ROWS_BUDGET // len(right)), len(right))
         for rows in left.split(len(room)):
-            here = torch.mm(rows, right.mT, out=room[: len(rows)]).aminmax()
+            here = torch.mm(rows, right.mT, out=room[: len(rows)])
+            least, most = here.amin(1), here.amax(1)
             # A NaN is passed on.
-            low, high = torch.minimum(here.min, low), torch.maximum(here.max, high)
-        return float(low), float(high)
+            low, high = torch.minimum(least.amin(), low), torch.maximum(most.amax(), high)
+            if self.window_size is not None:  # it is 0 outside
+                least, most = least.clamp(max=0.0), most.clamp(min=0.0)
+            widest = torch.maximum((most - least).amax(), widest)
+        return float(low), float(high), float(widest)
 
 
 class KernelBlocks(BlockSource):
