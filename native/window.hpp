@@ -24,7 +24,7 @@ struct Window {
   Rows hidden;  // bool [batch, keys, 1], or no data
 
   // Query t stands at position t + offset of the keys, and its window reaches from `behind` positions before
-  // that to `ahead` after it. Where it is causal nothing is ahead, and the offset is `behind` at most.
+  // that to `ahead` after it. In a causal sequence nothing is ahead, and the offset is `behind` at most.
   std::int64_t offset = 0;
   std::int64_t behind = 0;
   std::int64_t ahead = 0;

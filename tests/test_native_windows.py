@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aft.ops import AFTState, aft_conv, aft_conv_step, aft_local, native
+from aft.ops import AFTState, aft_conv, aft_full_step, aft_local, native
 from operations import (
     check_native,
     conv,
@@ -31,6 +31,7 @@ GRIDS = [conv_grid((9, 8), (4, 5)), conv_grid((3, 20), (7, 7))]
 TABLES = [*SEQUENCES[:2], *FULL[:2]]
 each_operation = pytest.mark.parametrize("operation", SEQUENCES + FULL + GRIDS, ids=str)
 each_sequence = pytest.mark.parametrize("operation", SEQUENCES, ids=str)
+each_stream = pytest.mark.parametrize("operation", [*SEQUENCES, conv_grid((14, 10), (4, 5))], ids=str)
 each_table = pytest.mark.parametrize("operation", TABLES, ids=str)
 each_window = pytest.mark.parametrize("operation", TABLES[:2], ids=str)
 
@@ -236,9 +237,7 @@ def test_what_it_cannot_do_is_named():
         "it has no kernel for an attn_mask": lambda impl: aft_local(
             q, k, v, w, 3, attn_mask=hidden, impl=impl
         ),
-        "it has no kernel for this step": lambda impl: aft_conv_step(
-            q, k[..., :2], v, kernel, width=4, impl=impl
-        )[0],
+        "it has no kernel for this step": lambda impl: aft_full_step(q, k, v, w, impl=impl)[0],
     }.items():
         with pytest.raises(ValueError, match="impl='native' cannot run this: " + message):
             call("native")
@@ -333,7 +332,10 @@ even = st.lists(st.integers(0, 70).map(lambda n: (n, n)), min_size=1, max_size=5
 
 
 @settings(max_examples=80)
-@given(any_sequence, st.one_of(ragged, even), st.integers(0, 34), scales, scales, seeds, st.booleans())
+@given(
+    st.one_of(any_sequence, any_grid), st.one_of(ragged, even), st.integers(0, 34), scales, scales, seeds,
+    st.booleans(),
+)  # fmt: skip
 def test_a_stream_in_pieces(operation, pieces, D, key_scale, bias_scale, seed, masked):
     """Outputs, and the gradients of all that went in, the state before included."""
     pieces = [(1, 1), *pieces, (1, 1)]
@@ -354,7 +356,7 @@ def test_a_stream_in_pieces(operation, pieces, D, key_scale, bias_scale, seed, m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [[1] * 140, [1, 8, 63, 64, 4], [100, 1, 39]], ids=str)
-@each_sequence
+@each_stream
 def test_a_stream_agrees_with_the_whole(operation, sizes, dtype):
     inputs = operation.inputs(T=140, D=20, dtype=dtype)
     padding = torch.rand(2, 140) < 0.3
@@ -365,7 +367,7 @@ def test_a_stream_agrees_with_the_whole(operation, sizes, dtype):
         assert relative_error(y, wanted) < max(1e-6, torch.finfo(dtype).eps)
 
 
-@each_sequence
+@each_stream
 def test_a_later_piece_changes_no_bit_of_an_earlier_one(operation):
     """Nor does what a state holds depend on it, whatever comes."""
     q, k, v, *bias = operation.inputs(T=140, D=20)

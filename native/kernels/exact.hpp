@@ -97,8 +97,9 @@ class Exact {
   // The cell of the kernel that lies on key s, -1 where none does.
   std::int64_t cell(std::int64_t t, std::int64_t s) const {
     if (!problem_.is_grid()) return s - t - problem_.offset + problem_.behind;
-    const std::int64_t row = s / problem_.width - t / problem_.width + problem_.anchor_row;
-    const std::int64_t column = s % problem_.width - t % problem_.width + problem_.anchor_column;
+    const std::int64_t query = t + problem_.offset;
+    const std::int64_t row = s / problem_.width - query / problem_.width + problem_.anchor_row;
+    const std::int64_t column = s % problem_.width - query % problem_.width + problem_.anchor_column;
     if (row < 0 || row >= problem_.kernel_height || column < 0 || column >= problem_.kernel_width) return -1;
     return row * problem_.kernel_width + column;
   }

@@ -29,6 +29,8 @@ class Grid {
     Real* terms = nullptr;             // [rows, padded width] of pairs, zeros beside the grid
     Real* weights = nullptr;           // [kernel rows, padded kernel width]
     Rows sees = kAll;
+    std::int64_t first = 0;            // row of the grid that sums are wanted from
+    Numbers num{}, den{};              // what all cells see beside the grid
   };
 
  public:
@@ -37,7 +39,7 @@ class Grid {
         problem_(problem),
         k_(task_.template track<const Element>(problem.k)),
         v_(task_.template track<const Element>(problem.v)),
-        height_(problem.keys / problem.width),
+        height_((problem.keys + problem.width - 1) / problem.width),
         tiles_((problem.width + kTile - 1) / kTile),
         padded_(tiles_ * kTile + problem.kernel_width - 1),
         padded_kernel_(problem.kernel_width + 2 * (kTile - 1)),
@@ -47,6 +49,7 @@ class Grid {
     keys_.row = problem.anchor_row;
     keys_.column = problem.anchor_column;
     keys_.sees = causal ? kEarlier : kAll;
+    keys_.first = problem.offset / problem.width;
     queries_.row = problem.kernel_height - 1 - problem.anchor_row;
     queries_.column = problem.kernel_width - 1 - problem.anchor_column;
     queries_.sees = causal ? kLater : kAll;
@@ -60,8 +63,10 @@ class Grid {
     Bits unsound{};
     for (int vector = 0; vector < task_.template vectors<Real>(); ++vector) {
       begin(vector);
-      sweep(keys_, [&](std::int64_t t, int i, const Tile<Real>& tile) {
-        const Bits sound = is_sound_at(t, tile.num[i], tile.den[i]);
+      sweep(keys_, [&](std::int64_t position, int i, const Tile<Real>& tile) {
+        const std::int64_t t = position - problem_.offset;
+        if (t < 0) return;
+        const Bits sound = is_sound_at(position, tile.num[i], tile.den[i]);
         const Numbers mean = blind_ ? Numbers{} : tile.num[i] / tile.den[i];
         const Numbers y = sound ? mean : all<Real>(Real(__builtin_nanf("")));
         if (!is_written) {
@@ -91,6 +96,7 @@ class Grid {
       }
       pass_to_keys();
       pass_to_kernel(slot);
+      if (problem_.is_stream()) pass_to_state();
     }
     return true;
   }
@@ -155,9 +161,12 @@ class Grid {
     }
   }
 
-  // The first key where that is all that the first query sees, else the largest.
+  // A state's, or the first key where that is all that the first query sees, else the largest.
   void find_origin() {
     origin_ = all<Real>(Real(kNothing));
+    const std::int64_t state = task_.in_state() + part_.first;
+    for (int i = 0; problem_.is_stream() && i < part_.count; ++i) origin_[i] = Real(problem_.before.max[state + i]);
+    blind_ = origin_ == Real(kNothing);
     for (std::int64_t s = 0; s < problem_.keys; ++s) {
       if (!task_.sees(s)) continue;
       const Numbers key = read<Real>(k_[s], part_);
@@ -166,12 +175,21 @@ class Grid {
       if (problem_.causal && !any<Real>(origin_ == Real(kNothing))) break;
     }
     origin_ = magnitude<Real>(origin_) <= Real(3.4028235e38f) ? origin_ : Numbers{};
+    for (int i = 0; problem_.is_stream() && i < part_.count; ++i) {
+      keys_.num[i] = Real(problem_.before.num[state + i] * of_state(i));
+      keys_.den[i] = Real(problem_.before.den[state + i] * of_state(i));
+    }
+  }
+
+  // e^(the state's maximum - the origin).
+  double of_state(int lane) const {
+    const double max = problem_.before.max[task_.in_state() + part_.first + lane];
+    return max > kNothing ? exponential<double>(all<double>(max - double(origin_[lane])))[0] : 0.0;
   }
 
   void form_terms() {
     ::aft::AFT_LEVEL::fill(keys_.terms, height_ * padded_ * pair, Real(0));
     rare_ = Bits{} + Bit(problem_.keys);
-    blind_ = ~Bits{};
     tiny_ = Bits{};
     squares_ = Numbers{};
     Numbers farthest{};
@@ -198,8 +216,8 @@ class Grid {
     return side.terms + (row * padded_ + side.column + column) * pair;
   }
 
-  Bits is_sound_at(std::int64_t t, Numbers num, Numbers den) const {
-    const Bit last = Bit(problem_.causal ? t : problem_.keys - 1);
+  Bits is_sound_at(std::int64_t position, Numbers num, Numbers den) const {
+    const Bit last = Bit(problem_.causal ? position : problem_.keys - 1);
     return blind_ | (is_sound<Real>(num, den, tiny_) & (rare_ > last));
   }
 
@@ -207,12 +225,12 @@ class Grid {
   template <class Write>
   [[gnu::always_inline]] void sweep(const Side& side, Write write) {
     sum_strips(side);
-    for (std::int64_t y = 0; y < height_; ++y) {
+    for (std::int64_t y = side.first; y < height_; ++y) {
       const std::int64_t first = y - side.row, last = first + problem_.kernel_height;
       const std::int64_t least = side.sees == kLater ? y : 0, most = side.sees == kEarlier ? y + 1 : height_;
       const std::int64_t begin = first > least ? first : least, end = last < most ? last : most;
       for (std::int64_t tile = 0; tile < tiles_; ++tile) {
-        Numbers num{}, den{};
+        Numbers num = side.num, den = side.den;
         if (side.sees != kLater) add_pair(above_ + (begin < 0 ? 0 : begin) * pair, num, den);
         if (side.sees != kEarlier) add_pair(below_ + end * pair, num, den);
         for (std::int64_t row = begin; row < end; ++row) {
@@ -233,7 +251,8 @@ class Grid {
           });
         }
         for (int i = 0; i < kTile && tile * kTile + i < problem_.width; ++i) {
-          write(y * problem_.width + tile * kTile + i, i, sums);
+          const std::int64_t position = y * problem_.width + tile * kTile + i;
+          if (position < problem_.keys) write(position, i, sums);
         }
       }
     }
@@ -277,12 +296,14 @@ class Grid {
     ::aft::AFT_LEVEL::fill(queries_.terms, height_ * padded_ * pair, Real(0));
     Bits unsound{};
     Numbers squares = squares_;
-    sweep(keys_, [&](std::int64_t t, int i, const Tile<Real>& tile) {
-      unsound |= ~is_sound_at(t, tile.num[i], tile.den[i]);
+    sweep(keys_, [&](std::int64_t position, int i, const Tile<Real>& tile) {
+      const std::int64_t t = position - problem_.offset;
+      if (t < 0) return;
+      unsound |= ~is_sound_at(position, tile.num[i], tile.den[i]);
       const Numbers inverse = blind_ ? Numbers{} : Real(1) / tile.den[i];
       const Upstream<Real> here = input.template pass<Real>(t, part_, tile.num[i], inverse);
       squares += here.squares;
-      put_pair(cell_of(queries_, t), here.of_num, here.of_den);
+      put_pair(cell_of(queries_, position), here.of_num, here.of_den);
     });
     const bool is_saturated = is_saturated_ || is_far_;
     return !any<Real>(unsound) && all_of<Real>(squares <= Limits::most) &&
@@ -297,6 +318,20 @@ class Grid {
       write<Real>(weight * tile.num[i], grad_v[s], part_);
       task_.template put_grad_k<Real>(s, part_, weight * (tile.num[i] * value - tile.den[i]));
     });
+  }
+
+  // All queries see the keys of the state.
+  void pass_to_state() const {
+    const std::int64_t state = task_.in_state() + part_.first;
+    for (int i = 0; i < part_.count; ++i) {
+      double num = 0, den = 0;
+      for (std::int64_t cell = 0; cell < height_ * padded_; ++cell) {
+        num += double(queries_.terms[cell * pair + i]);
+        den += double(queries_.terms[cell * pair + lanes + i]);
+      }
+      problem_.grad_before.num[state + i] = num * of_state(i);
+      problem_.grad_before.den[state + i] = -den * of_state(i);
+    }
   }
 
   // Some cells of a row of the kernel at a time, whose gradients stay in registers.

@@ -383,8 +383,8 @@ def _step(
 
 
 def _solver(impl: str, stream: _Stream, k: Tensor, v: Tensor, padding: Tensor | None) -> ModuleType:
-    """The implementation for a step: of the kernels, windows over a sequence are for it, and AFT-simple."""
-    if isinstance(stream, (_Local, _Conv)) or (isinstance(stream, _Simple) and padding is None):
+    """The implementation for a step: the kernels are for windows, and for AFT-simple without padding."""
+    if isinstance(stream, (_Local, _Conv, _Grid)) or (isinstance(stream, _Simple) and padding is None):
         # Where a piece is in the sequence cannot be asked while a graph is traced.
         if not (impl == "auto" and stream.knows_place and torch.compiler.is_compiling()):
             return implementation(impl, _problem(k, v, stream.bias(0, 0), stream.window_size))
@@ -470,11 +470,11 @@ def _piece_at(
             sums = join(sums, solver.sums(old))
         return _mean(sums)
     before = stream.before(start)
-    if solver is native:
-        return _continued(stream, past, k, v, start, before)
     skipped = past.keys.shape[1] - before
     if skipped and start > before:  # of a grid: they begin before the row that the problem begins with
         past = with_keys(past, past.keys[:, :skipped], past.values[:, :skipped])
+    if solver is native:
+        return _continued(stream, past, k, v, start, before)
     if before:
         k = torch.cat([past.keys[:, -before:], k], 1)
         v = torch.cat([past.values[:, -before:], v], 1)
