@@ -67,16 +67,7 @@ class Grid {
         const std::int64_t t = position - problem_.offset;
         if (t < 0) return;
         const Bits sound = is_sound_at(position, tile.num[i], tile.den[i]);
-        const Numbers mean = blind_ ? Numbers{} : tile.num[i] / tile.den[i];
-        const Numbers y = sound ? mean : all<Real>(Real(__builtin_nanf("")));
-        if (!is_written) {
-          output.template put<Real>(t, part_, y);
-          unsound |= ~sound;
-        } else {
-          const Bits missing = output.template missing<Real>(t, part_);
-          output.template replace<Real>(t, part_, y, missing);
-          unsound |= missing & ~sound;
-        }
+        unsound |= output.template put_mean<Real>(t, part_, tile.num[i], tile.den[i], blind_, sound, is_written);
       });
     }
     return !any<Real>(unsound);

@@ -63,17 +63,9 @@ class Sequence {
             for (int i = 0; i < kTile && row + i < rows; ++i) {
               const std::int64_t t = start + row + i;
               const Bits blind = ~present_[vector];
-              const Bits sound = blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) & is_regular(row + i, i, vector));
-              const Numbers mean = blind ? Numbers{} : tile.num[i] / tile.den[i];
-              const Numbers y = sound ? mean : all<Real>(Real(__builtin_nanf("")));
-              if (!is_written) {
-                output.template put<Real>(t, part, y);
-                unsound |= ~sound;
-              } else {
-                const Bits missing = output.template missing<Real>(t, part);
-                output.template replace<Real>(t, part, y, missing);
-                unsound |= missing & ~sound;
-              }
+              const Bits sound = blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) &
+                                          is_regular(row + i, i, vector));
+              unsound |= output.template put_mean<Real>(t, part, tile.num[i], tile.den[i], blind, sound, is_written);
             }
           });
     }

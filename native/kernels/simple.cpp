@@ -9,6 +9,7 @@
 // a result must not depend on later rows, nor on which channels share a task.
 #include "levels.hpp"
 #include "simple.hpp"
+#include "tracks.hpp"
 #include "vectors.hpp"
 
 namespace aft {
@@ -221,15 +222,6 @@ struct Term {
       : weight(exponential<Real>(distance)), value(weight == 0 ? Vector<Real>{} : of_key) {}
 };
 
-// The rows of one task, by time.
-template <class Element>
-struct Track {
-  Element* first;
-  std::int64_t stride;
-
-  Element* operator[](std::int64_t time) const { return first + time * stride; }
-};
-
 template <class Element>
 struct Sequence {
   const Simple& problem;
@@ -237,15 +229,10 @@ struct Sequence {
 
   template <class T = Element>
   Track<T> track(const Rows& rows) const {
-    return {static_cast<T*>(rows.data) + at.batch * rows.batch_stride + at.first, rows.time_stride};
+    return track_of<T>(rows, at);
   }
 
-  bool sees(std::int64_t time) const {
-    if (time >= problem.keys) return false;
-    const Rows& hidden = problem.hidden;
-    if (hidden.data == nullptr) return true;
-    return !static_cast<const bool*>(hidden.data)[at.batch * hidden.batch_stride + time * hidden.time_stride];
-  }
+  bool sees(std::int64_t time) const { return time < problem.keys && is_visible(problem.hidden, at, time); }
 
   bool sees_all(std::int64_t start, std::int64_t end) const {
     if (problem.hidden.data == nullptr) return end <= problem.keys;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "memory.hpp"
+#include "tracks.hpp"
 #include "vectors.hpp"
 #include "window.hpp"
 
@@ -112,15 +113,6 @@ template <class Real>
   put<Real>(x, row, Whole{0});
 }
 
-// The rows of one task, by time.
-template <class Element>
-struct Track {
-  Element* first;
-  std::int64_t stride;
-
-  Element* operator[](std::int64_t time) const { return first + time * stride; }
-};
-
 template <class Element>
 struct Task {
   const Window& problem;
@@ -128,15 +120,11 @@ struct Task {
 
   template <class T = Element>
   Track<T> track(const Rows& rows) const {
-    return {static_cast<T*>(rows.data) + channels.batch * rows.batch_stride + channels.first, rows.time_stride};
+    return track_of<T>(rows, channels);
   }
 
   bool sees(std::int64_t position) const {
-    if (position < 0 || position >= problem.keys) return false;
-    const Rows& hidden = problem.hidden;
-    if (hidden.data == nullptr) return true;
-    const std::int64_t at = channels.batch * hidden.batch_stride + position * hidden.time_stride;
-    return !static_cast<const bool*>(hidden.data)[at];
+    return position >= 0 && position < problem.keys && is_visible(problem.hidden, channels, position);
   }
 
   // Where these channels begin in a State.
@@ -325,6 +313,23 @@ struct Output {
     } else {
       write<Real>(mean, plain[t], part);
     }
+  }
+
+  // Where a pass vouches for its sums their mean, 0 if they are of nothing, else NaN: of all lanes, or of what
+  // is missing from what is written already. Returns what is missing then.
+  template <class Real>
+  [[gnu::always_inline]] typename Vectors<Real>::Bits put_mean(
+      std::int64_t t, Part part, Vector<Real> num, Vector<Real> den, typename Vectors<Real>::Bits blind,
+      typename Vectors<Real>::Bits sound, bool is_written) const {
+    const Vector<Real> mean = blind ? Vector<Real>{} : num / den;
+    const Vector<Real> y = sound ? mean : all<Real>(Real(__builtin_nanf("")));
+    if (!is_written) {
+      put<Real>(t, part, y);
+      return ~sound;
+    }
+    const auto lacking = missing<Real>(t, part);
+    replace<Real>(t, part, y, lacking);
+    return lacking & ~sound;
   }
 
   // The lanes of row t that no pass has vouched for yet.
