@@ -21,7 +21,7 @@ constexpr int kTile = AFT_VECTOR_BYTES == 64 ? 8 : 4;
 // Rows that share an origin of their exponents.
 constexpr std::int64_t kChunk = 64;
 // Up to this many products double costs nothing beside the call itself.
-constexpr std::int64_t kSmall = 1 << 14;
+constexpr std::int64_t kSmall = 1 << 16;
 
 template <class Real>
 struct Range;

@@ -159,7 +159,7 @@ def _chosen(problem: Problem) -> str:
     chosen = implementation("auto", problem)
     if chosen is native:
         return "native"
-    return f"{chosen.__name__.rpartition('.')[2]}: {native.why_not(problem)}"
+    return f"{chosen.__name__.rpartition('.')[2]}: {native.why_not(problem) or native.why_slow(problem)}"
 
 
 def _operation(

@@ -48,6 +48,8 @@ def implementation(impl: str, problem: Problem | None = None) -> ModuleType:
         reason = "it has no kernel for this step" if problem is None else native.why_not(problem)
         if reason is not None and impl == "native":
             raise ValueError(f"impl='native' cannot run this: {reason}")
+        if reason is None and impl == "auto" and problem is not None:
+            reason = native.why_slow(problem)
         return native if reason is None else eager
     return IMPLEMENTATIONS[impl]
 

@@ -16,9 +16,9 @@ from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_au
 from aft.ops.state import AFTState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Pairs of a query and a key in AFT-full, with a backward pass to come and without, and keys of AFT-local's
-# windows: of more, the matrix products of impl="eager" are faster.
-MOST_PAIRS, MOST_PAIRS_FORWARD = 1 << 15, 1 << 20
+# Pairs of a query and a key in AFT-full, and keys of AFT-local's windows: of more, the matrix products of
+# impl="eager" are faster; and so they are with a backward pass to come of more than FEW_PAIRS.
+MOST_PAIRS, FEW_PAIRS = 1 << 20, 1 << 15
 MOST_CELLS, FEW_CELLS = 512, 128
 
 
@@ -50,13 +50,10 @@ def _why_not_bias(problem: Problem) -> str | None:
             tensors = (kernel,)
         case None:
             return None
-    if problem.window_size is None and not isinstance(problem.bias, KernelBias):
-        pairs = problem.target_length * problem.keys.shape[1] // (2 if problem.causal else 1)
-        tracked = library.is_tracked(problem.keys, problem.values, *tensors)
-        most = MOST_PAIRS if tracked else MOST_PAIRS_FORWARD
-        if pairs > most:
-            return f"its kernels are for AFT-full of up to {most} pairs, this one has {pairs}"
-    elif problem.window_size is not None:
+    pairs = _pairs(problem)
+    if pairs > MOST_PAIRS:
+        return f"its kernels are for AFT-full of up to {MOST_PAIRS} pairs, this one has {pairs}"
+    if problem.window_size is not None:
         reach = window.reach(problem)
         # The bands of biases and of their gradients are to be small beside the values.
         most = min(MOST_CELLS, max(FEW_CELLS, 2 * problem.values.shape[0] * problem.values.shape[2]))
@@ -66,6 +63,27 @@ def _why_not_bias(problem: Problem) -> str | None:
         if tensor.dtype not in DTYPES:
             return f"position biases must be float32, bfloat16 or float16, got {tensor.dtype}"
     return None
+
+
+def why_slow(problem: Problem) -> str | None:
+    """Why impl="eager" is faster at a problem that the kernels can solve, None where they are."""
+    match problem.bias:
+        case DenseBias(table):
+            biases: tuple[Tensor, ...] = (table,)
+        case LowRankBias(left, right):
+            biases = (left, right)
+        case _:
+            return None
+    if _pairs(problem) > FEW_PAIRS and library.is_tracked(problem.keys, problem.values, *biases):
+        return f"with gradients its kernels are slower at AFT-full of more than {FEW_PAIRS} pairs"
+    return None
+
+
+def _pairs(problem: Problem) -> int:
+    """Of a query and a key that it sees in AFT-full; 0 of other operations."""
+    if problem.window_size is not None or not isinstance(problem.bias, (DenseBias, LowRankBias)):
+        return 0
+    return problem.target_length * problem.keys.shape[1] // (2 if problem.causal else 1)
 
 
 def mean(problem: Problem) -> Tensor:
