@@ -43,7 +43,7 @@ class Exact {
       include(of_key, of_bias);
       const Numbers weight = of_key == kNothing ? Numbers{} : relative(of_key, of_bias);
       num += weight == 0 ? Numbers{} : weight * of_num;
-      den += weight * of_den;
+      den += weight == 0 ? Numbers{} : weight * of_den;
     }
   };
 
@@ -192,22 +192,19 @@ class Exact {
   };
 
   // Sums of rows' gradients, relative to e^-(key + bias) of the row of them where that is largest.
-  struct Inflow {
-    Sums num, den;
-
-    void add(const Row& row) {
-      const Bits blind = row.key == kNothing;
-      const Numbers of_key = blind ? all<double>(kNothing) : -row.key;
-      num.add(row.of_num, Numbers{}, of_key, -row.bias);
-      den.add(row.of_den, Numbers{}, of_key, -row.bias);
+  struct Inflow : Sums {
+    void add_row(const Row& row) {
+      const Numbers of_key = row.key == kNothing ? all<double>(kNothing) : -row.key;
+      this->add(row.of_num, row.of_den, of_key, -row.bias);
     }
 
     void pass_to(Numbers of_key, Numbers& of_num, Numbers& of_den) const {
-      const Bits counts = (num.key > kNothing) & (of_key > kNothing);
-      const Numbers exponent = (of_key + finite(num.key)) + num.bias;
-      const Numbers weight = counts ? exponential<double>(exponent > 700.0 ? all<double>(700.0) : exponent) : Numbers{};
-      of_num += weight * num.num;
-      of_den += weight * den.num;
+      const Bits counts = (this->key > kNothing) & (of_key > kNothing);
+      const Numbers exponent = (of_key + finite(this->key)) + this->bias;
+      const Numbers weight =
+          counts ? exponential<double>(exponent > 700.0 ? all<double>(700.0) : exponent) : Numbers{};
+      of_num += weight * this->num;
+      of_den += weight * this->den;
     }
   };
 
@@ -226,7 +223,7 @@ class Exact {
       // The rows whose windows key s is in, but for the cells that a kernel lacks.
       const std::int64_t first = clamp_row(s - problem_.offset - ahead_);
       const std::int64_t end = clamp_row(s - problem_.offset + problem_.behind + 1);
-      for (; summed > end; --summed) later.add(rows[summed - 1]);
+      for (; summed > end; --summed) later.add_row(rows[summed - 1]);
       Numbers of_num{}, of_den{}, of_key{}, of_value{};
       if (task_.sees(s)) {
         const Numbers k = key(s);
@@ -252,7 +249,7 @@ class Exact {
       write<double>(of_value, grad_v[s], part_);
     }
     if (problem_.is_stream()) {
-      for (; summed > 0; --summed) later.add(rows[summed - 1]);
+      for (; summed > 0; --summed) later.add_row(rows[summed - 1]);
       pass_to_state(later);
     }
   }
@@ -281,7 +278,7 @@ class Exact {
     early[0] = Inflow{};
     for (std::int64_t t = 0; t < problem_.queries; ++t) {
       early[t + 1] = early[t];
-      early[t + 1].add(rows[t]);
+      early[t + 1].add_row(rows[t]);
     }
   }
 

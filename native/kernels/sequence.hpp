@@ -51,23 +51,13 @@ class Sequence {
     const Output<Element> output(task_);
     Bits unsound{};
     for (std::int64_t c = 0; c * kChunk < problem_.queries; ++c) {
-      const std::int64_t start = c * kChunk, rows = rows_of(c);
       if (problem_.causal) mark(c);
-      if (is_written && is_complete(output, start, rows)) continue;
+      if (is_written && is_complete(output, c * kChunk, rows_of(c))) continue;
       form_terms(c);
-      sweep(
-          terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal, kernel_,
-          [&](std::int64_t row, Filled range) { weigh_keys(start + row, range); },
-          [&](std::int64_t row, int vector, const Tile<Real>& tile) {
-            const Part part = task_.template part<Real>(vector);
-            for (int i = 0; i < kTile && row + i < rows; ++i) {
-              const std::int64_t t = start + row + i;
-              const Bits blind = ~present_[vector];
-              const Bits sound = blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) &
-                                          is_regular(row + i, i, vector));
-              unsound |= output.template put_mean<Real>(t, part, tile.num[i], tile.den[i], blind, sound, is_written);
-            }
-          });
+      sum_rows(c, [&](std::int64_t t, int vector, Numbers num, Numbers den, Bits blind, Bits sound) {
+        const Part part = task_.template part<Real>(vector);
+        unsound |= output.template put_mean<Real>(t, part, num, den, blind, sound, is_written);
+      });
     }
     return !any<Real>(unsound);
   }
@@ -435,10 +425,14 @@ class Sequence {
         Tile<Real> sums(num, den);
         if (kernel != nullptr) {
           const Real* const weights = kernel + (vector * padded_cells() + kTile - 1 + first) * lanes;
-          accumulate<Real>(sums, here + first * pair, last - first, [&](std::int64_t m, int i) { return at(weights + (m - i) * lanes); });
+          accumulate<Real>(sums, here + first * pair, last - first, [&](std::int64_t m, int i) {
+            return at(weights + (m - i) * lanes);
+          });
         } else {
           const Real* const weights = weights_ + first * kTile;
-          accumulate<Real>(sums, here + first * pair, last - first, [&](std::int64_t m, int i) { return weights[m * kTile + i]; });
+          accumulate<Real>(sums, here + first * pair, last - first, [&](std::int64_t m, int i) {
+            return weights[m * kTile + i];
+          });
         }
         write(tile * kTile, vector, sums);
         if (!sees_left) continue;
@@ -447,6 +441,24 @@ class Sequence {
         put_pair(left, num, den);
       }
     }
+  }
+
+  // Calls visit(t, vector, num, den, blind, sound) for the sums of each row of chunk c, whose terms are formed:
+  // whether there is no key, and whether a quotient of them is as exact as Real can be.
+  template <class Visit>
+  [[gnu::always_inline]] void sum_rows(std::int64_t c, Visit visit) {
+    const std::int64_t start = c * kChunk, rows = rows_of(c);
+    sweep(
+        terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal,
+        kernel_, [&](std::int64_t row, Filled range) { weigh_keys(start + row, range); },
+        [&](std::int64_t row, int vector, const Tile<Real>& tile) {
+          for (int i = 0; i < kTile && row + i < rows; ++i) {
+            const Bits blind = ~present_[vector];
+            const Bits sound = blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) &
+                                        is_regular(row + i, i, vector));
+            visit(start + row + i, vector, tile.num[i], tile.den[i], blind, sound);
+          }
+        });
   }
 
   static Numbers narrow(const double* x) { return __builtin_convertvector(doubles(x), Numbers); }
@@ -467,24 +479,15 @@ class Sequence {
     Bits unsound{};
     Numbers squares{};
     for (std::int64_t c = 0; c * kChunk < problem_.queries; ++c) {
-      const std::int64_t start = c * kChunk, rows = rows_of(c);
       if (problem_.causal) mark(c);
       form_terms(c);
-      sweep(
-          terms_, (kChunk + span_) * pair, filled_terms(c), rows, before(c), after(c), true, !problem_.causal, kernel_,
-          [&](std::int64_t row, Filled range) { weigh_keys(start + row, range); },
-          [&](std::int64_t row, int vector, const Tile<Real>& tile) {
-            const Part part = task_.template part<Real>(vector);
-            for (int i = 0; i < kTile && row + i < rows; ++i) {
-              const std::int64_t t = start + row + i;
-              const Bits blind = ~present_[vector];
-              unsound |= ~(blind | (is_sound<Real>(tile.num[i], tile.den[i], tiny_[vector]) & is_regular(row + i, i, vector)));
-              const Numbers inverse = blind ? Numbers{} : Real(1) / tile.den[i];
-              const Upstream<Real> here = input.template pass<Real>(t, part, tile.num[i], inverse);
-              squares += here.squares;
-              put_pair(upstream(vector) + t * pair, here.of_num, here.of_den);
-            }
-          });
+      sum_rows(c, [&](std::int64_t t, int vector, Numbers num, Numbers den, Bits blind, Bits sound) {
+        unsound |= ~sound;
+        const Numbers inverse = blind ? Numbers{} : Real(1) / den;
+        const Upstream<Real> here = input.template pass<Real>(t, task_.template part<Real>(vector), num, inverse);
+        squares += here.squares;
+        put_pair(upstream(vector) + t * pair, here.of_num, here.of_den);
+      });
       if (any<Real>(unsound)) return false;
     }
     for (int i = 0; i < vectors_; ++i) {

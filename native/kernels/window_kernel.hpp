@@ -284,7 +284,8 @@ template <class Real>
     Vector<Real> num, Vector<Real> den, typename Vectors<Real>::Bits has_tiny) {
   using R = Range<Real>;
   const Vector<Real> size = magnitude<Real>(num);
-  return (den >= R::least) & (den <= R::most) & (size <= R::most) & (((num == 0) & ~has_tiny) | ((num != 0) & (size >= R::vanishing * den)));
+  const auto is_in_range = (den >= R::least) & (den <= R::most) & (size <= R::most);
+  return is_in_range & (((num == 0) & ~has_tiny) | ((num != 0) & (size >= R::vanishing * den)));
 }
 
 template <class Real>

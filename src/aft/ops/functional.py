@@ -22,7 +22,7 @@ from aft.ops.checks import (
     check_window,
     shape,
 )
-from aft.ops.spec import Bias, DenseBias, KernelBias, LowRankBias, Problem, without_autocast
+from aft.ops.spec import Bias, KernelBias, Problem, tensors_of, without_autocast
 
 PositionBias = Tensor | tuple[Tensor, Tensor]
 QueryGate = Callable[[Tensor], Tensor]
@@ -301,20 +301,8 @@ def _problem(
     B, T, S = q.shape[0], q.shape[1], k.shape[1]
     check_mask(name, "key_padding_mask", key_padding_mask, {"[B, S]": (B, S)})
     check_mask(name, "attn_mask", attn_mask, {"[T, S]": (T, S), "[B, T, S]": (B, T, S)})
-    check_devices(name, q, k, v, *_tensors(bias), key_padding_mask, attn_mask)
+    check_devices(name, q, k, v, *tensors_of(bias), key_padding_mask, attn_mask)
     return Problem(k, v, T, bias, window_size, causal, key_padding_mask, attn_mask)
-
-
-def _tensors(bias: Bias) -> list[Tensor]:
-    match bias:
-        case DenseBias(table):
-            return [table]
-        case LowRankBias(left, right):
-            return [left, right]
-        case KernelBias():
-            return [bias.kernel]
-        case None:
-            return []
 
 
 def _grid(x: Tensor) -> tuple[int, int]:

@@ -47,6 +47,19 @@ class KernelBias:
 Bias = DenseBias | LowRankBias | KernelBias | None
 
 
+def tensors_of(bias: Bias) -> list[Tensor]:
+    """What a position bias is made of."""
+    match bias:
+        case DenseBias(table):
+            return [table]
+        case LowRankBias(left, right):
+            return [left, right]
+        case KernelBias():
+            return [bias.kernel]
+        case None:
+            return []
+
+
 @dataclass(frozen=True)
 class Problem:
     """A validated call: keys [B, S, H], values [B, S, H * P], T queries.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aft.ops.native import library, simple, window
 from aft.ops.native.library import unavailable
-from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, without_autocast
+from aft.ops.spec import DenseBias, KernelBias, LowRankBias, Problem, tensors_of, without_autocast
 from aft.ops.state import AFTState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,14 +40,9 @@ def why_not(problem: Problem) -> str | None:
 
 def _why_not_bias(problem: Problem) -> str | None:
     match problem.bias:
-        case DenseBias(table):
-            tensors = (table,)
-        case LowRankBias(left, right):
-            tensors = (left, right)
         case KernelBias(kernel, query_grid, key_grid):
             if query_grid != key_grid and not (query_grid[0] == key_grid[0] == kernel.shape[1] == 1):
                 return f"queries and keys must share one grid, got {query_grid} and {key_grid}"
-            tensors = (kernel,)
         case None:
             return None
     pairs = _pairs(problem)
@@ -59,7 +54,7 @@ def _why_not_bias(problem: Problem) -> str | None:
         most = min(MOST_CELLS, max(FEW_CELLS, 2 * problem.values.shape[0] * problem.values.shape[2]))
         if reach > most:
             return f"its kernels are for windows of up to {most} keys here, this one reaches {reach}"
-    for tensor in tensors:
+    for tensor in tensors_of(problem.bias):
         if tensor.dtype not in DTYPES:
             return f"position biases must be float32, bfloat16 or float16, got {tensor.dtype}"
     return None
@@ -67,14 +62,8 @@ def _why_not_bias(problem: Problem) -> str | None:
 
 def why_slow(problem: Problem) -> str | None:
     """Why impl="eager" is faster at a problem that the kernels can solve, None where they are."""
-    match problem.bias:
-        case DenseBias(table):
-            biases: tuple[Tensor, ...] = (table,)
-        case LowRankBias(left, right):
-            biases = (left, right)
-        case _:
-            return None
-    if _pairs(problem) > FEW_PAIRS and library.is_tracked(problem.keys, problem.values, *biases):
+    tracked = library.is_tracked(problem.keys, problem.values, *tensors_of(problem.bias))
+    if tracked and _pairs(problem) > FEW_PAIRS:
         return f"with gradients its kernels are slower at AFT-full of more than {FEW_PAIRS} pairs"
     return None
 

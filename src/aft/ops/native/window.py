@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from aft.ops.bias_blocks import SMALL_BIAS
+from aft.ops.bias_blocks import LowRankBlocks
 from aft.ops.native.library import (
     is_tracked,
     is_transformed,
@@ -235,19 +235,12 @@ def _shifted(right: Tensor, place: _Place) -> Tensor:
 
 def _low_rank_band(left: Tensor, right: Tensor, place: _Place) -> Tensor:
     """left . right of each cell, [T, cells]; float64 unless small: 1e4 has few digits in float32."""
-    dtype = torch.float32 if _is_small(left, right) else torch.float64
+    dtype = LowRankBlocks(left, right, None).dtype
     left, right = left.to(dtype), _shifted(right, place).to(dtype)
     band = left.new_empty(place.T, place.cells)
     for j in range(place.cells):
         torch.sum(left * right[j : j + place.T], 1, out=band[:, j])
     return band
-
-
-def _is_small(left: Tensor, right: Tensor) -> bool:
-    if 0 in (left.numel(), right.numel()):
-        return True
-    norms = (x.detach().double().norm(dim=1).amax() for x in (left, right))
-    return float(next(norms) * next(norms)) <= SMALL_BIAS
 
 
 def _slots(problem, table: Tensor | None) -> int:
